@@ -1,0 +1,1 @@
+"""Operators, one a file, imported only as `nemolab.kernels.<operator>`."""
