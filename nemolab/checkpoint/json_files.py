@@ -1,0 +1,60 @@
+"""JSON files of strangers, read carefully: a size limit before reading, no duplicate keys, one readable error."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from nemolab.errors import CheckpointError
+
+# The largest honest config.json known is 5.7 MB (a table of 41,100 modules), the largest index 20 MB.
+JSON_LIMIT_BYTES = 200_000_000
+
+
+def read_json(path: str | Path, limit_bytes: int = JSON_LIMIT_BYTES) -> dict[str, Any]:
+    """The object in a JSON file. Raises CheckpointError naming the file and what is wrong with it."""
+    path = Path(path)
+    try:
+        if not path.is_file():
+            what = "is not a regular file" if path.exists() else "does not exist"
+            raise CheckpointError(f"{path} {what}; a JSON file was needed")
+        file_bytes = path.stat().st_size
+        if file_bytes > limit_bytes:
+            raise CheckpointError(f"{path}: {file_bytes:,} bytes of JSON, the limit is {limit_bytes:,}")
+        raw = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    return parse_json_object(raw, str(path))
+
+
+def parse_json_object(raw: bytes, where: str) -> dict[str, Any]:
+    """Parse one JSON object; `where` names its origin in errors. Duplicate keys are refused: which one counts?"""
+    if not raw.strip():
+        raise CheckpointError(f"{where} is empty; a JSON object was needed")
+    try:
+        parsed = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys)
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{where} is not UTF-8 at byte {error.start}") from error
+    except RecursionError as error:
+        raise CheckpointError(f"{where} is nested too deeply to be an honest file") from error
+    except _DuplicateKey as error:
+        raise CheckpointError(f"{where} names {error.args[0]!r} twice; each name may occur once") from error
+    except ValueError as error:
+        raise CheckpointError(f"{where} is not valid JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise CheckpointError(f"{where} holds a JSON {type(parsed).__name__}; an object was needed")
+    return parsed
+
+
+class _DuplicateKey(Exception):
+    pass
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise _DuplicateKey(key)
+            seen.add(key)
+    return result

@@ -1,0 +1,57 @@
+"""Names of tensors: one table of prefixes, and the canonical spelling everything else uses.
+
+Canonical is the vendor's Nemotron-3-Super spelling: backbone.layers.N.mixer..., backbone.embeddings.weight, lm_head.weight,
+mtp.... Vision tensors keep the names they are stored under.
+"""
+
+from collections.abc import Iterable
+
+from nemolab.errors import CheckpointError
+
+CANONICAL_BACKBONE = "backbone."
+
+# How the language model may be prefixed -> what its lm_head and mtp are prefixed with. Longer prefixes come first.
+PREFIXES = {
+    "model.language_model.backbone.": "model.language_model.",
+    "model.language_model.": "",
+    "language_model.backbone.": "language_model.",
+    "language_model.model.": "language_model.",
+    "backbone.": "",
+    "model.": "",
+}
+
+_VISION_PREFIXES = ("vision_model.", "vision_projector.", "mlp1.")
+_VISION_ROOTS = ("", "model.")
+
+
+def find_prefix(names: Iterable[str]) -> str:
+    """The prefix under which a checkpoint keeps its backbone. Raises CheckpointError showing the first names found."""
+    names = list(names)
+    for prefix in PREFIXES:
+        if any(name.startswith((prefix + "layers.", prefix + "embeddings.")) for name in names):
+            return prefix
+    shown = ", ".join(sorted(names)[:3]) or "no tensors at all"
+    raise CheckpointError(
+        f"no layers found under a known prefix ({', '.join(PREFIXES)}): the first names are {shown};"
+        " expected names like backbone.layers.0.norm.weight"
+    )
+
+
+def canonical_name(name: str, prefix: str) -> str:
+    """A stored name in the canonical spelling; names outside the language model stay as they are."""
+    if name.startswith(prefix):
+        return CANONICAL_BACKBONE + name[len(prefix) :]
+    root = PREFIXES[prefix]
+    if root and name.startswith((root + "lm_head.", root + "mtp.")):
+        return name[len(root) :]
+    return name
+
+
+def is_mtp(canonical: str) -> bool:
+    """True for the multi-token-prediction block, which is recognised and counted, not run."""
+    return canonical.startswith("mtp.")
+
+
+def is_vision(canonical: str) -> bool:
+    """True for the vision tower and its projector, in either layout."""
+    return any(canonical.startswith(root + prefix) for root in _VISION_ROOTS for prefix in _VISION_PREFIXES)
