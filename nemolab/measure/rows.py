@@ -1,0 +1,128 @@
+"""Measurement rows: JSON lines under `data/measurements`, one file a name. A row carries its excuses with it.
+
+| field    | what                                                                     |
+|----------|--------------------------------------------------------------------------|
+| name     | what was measured; also the file's name                                   |
+| unit     | of `values`: s, ms, bytes, nats, ratio, ...                               |
+| values   | raw samples, never a mean                                                 |
+| settings | everything that was chosen: model, text, cache, threads, cold or warm ... |
+| machine  | `machine()`                                                               |
+| commit, dirty | the code that measured; null outside git                             |
+| time     | UTC, ISO 8601                                                             |
+"""
+
+import json
+import math
+import os
+import re
+import subprocess
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from nemolab import paths
+from nemolab.errors import NemolabError
+from nemolab.measure.machine import machine
+
+FIELDS = ("name", "unit", "values", "settings", "machine", "commit", "dirty", "time")
+
+
+def record(
+    name: str, values: Iterable[float], unit: str, settings: dict[str, Any], folder: Path | None = None
+) -> dict[str, Any]:
+    """Append one row to `<folder>/<name>.jsonl` and return it.
+
+    Raises NemolabError without samples or with samples that are no finite numbers: an empty measurement is none.
+    """
+    row = make_row(name, values, unit, settings)
+    folder = folder or paths.measurements_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    line = json.dumps(row, allow_nan=False, ensure_ascii=False)
+    with open(folder / f"{name}.jsonl", "a", encoding="utf-8") as file:
+        file.write(line + "\n")  # one write: a line is there whole or not at all
+    return row
+
+
+def make_row(name: str, values: Iterable[float], unit: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """A row as `record` writes it, without writing it."""
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        raise NemolabError(f"measurement name {name!r}: use small letters, digits and underscores")
+    samples = [float(value) for value in values]
+    if not samples:
+        raise NemolabError(f"measurement {name}: no samples")
+    if not all(math.isfinite(sample) for sample in samples):
+        raise NemolabError(f"measurement {name}: samples must be finite numbers, got {samples}")
+    commit, dirty = code_version()
+    return {
+        "name": name,
+        "unit": unit,
+        "values": samples,
+        "settings": settings,
+        "machine": machine(),
+        "commit": commit,
+        "dirty": dirty,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def read_rows(name: str = "*", folder: Path | None = None) -> pd.DataFrame:
+    """All rows of a name (or of all names), oldest first, with `median`, `low` and `high` of the samples added.
+
+    Raises NemolabError that names file and line of a row that is not whole.
+    """
+    folder = folder or paths.measurements_folder()
+    rows = []
+    for path in sorted(folder.glob(f"{name}.jsonl")):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            try:
+                row = json.loads(line)
+                missing = [field for field in FIELDS if field not in row]
+            except (ValueError, TypeError) as error:
+                raise NemolabError(f"{path}, line {number}: no JSON row ({error})") from None
+            if missing or not row["values"]:
+                raise NemolabError(f"{path}, line {number}: without {', '.join(missing) or 'samples'}")
+            rows.append(row)
+    frame = pd.DataFrame(rows, columns=list(FIELDS)).sort_values("time", kind="stable", ignore_index=True)
+    samples = frame["values"].map(pd.Series)
+    return frame.assign(
+        median=[float(values.median()) for values in samples],
+        low=[float(values.min()) for values in samples],
+        high=[float(values.max()) for values in samples],
+    )
+
+
+def latest(name: str, folder: Path | None = None, **settings: Any) -> pd.Series:
+    """The newest row of a name whose settings include all those given.
+
+    Raises NemolabError when there is none.
+    """
+    frame = read_rows(name, folder)
+    matches = [
+        index
+        for index, found in frame["settings"].items()
+        if all(found.get(key) == value for key, value in settings.items())
+    ]
+    if not matches:
+        wanted = ", ".join(f"{key}={value}" for key, value in settings.items())
+        raise NemolabError(f"no measurement {name}" + (f" with {wanted}" if wanted else ""))
+    return frame.loc[matches[-1]]
+
+
+def code_version() -> tuple[str | None, bool | None]:
+    """The commit of the clone and whether its tree was dirty; rows being added do not count as dirt."""
+    try:
+        home = str(paths.home())
+        commit = _git(home, "rev-parse", "--short=12", "HEAD")
+        changes = _git(home, "status", "--porcelain", "--", ".", ":(exclude)data/measurements")
+    except (OSError, subprocess.CalledProcessError, NemolabError):
+        return None, None
+    return commit, bool(changes)
+
+
+def _git(home: str, *words: str) -> str:
+    environment = {**os.environ, "LC_ALL": "C"}
+    command = ["git", "-C", home, *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout.strip()

@@ -1,0 +1,67 @@
+"""What a notebook says in one line, and all notebooks as one HTML page that needs no network."""
+
+import html
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import nbformat
+
+    from nemolab.notebooks import Outcome
+
+HEADLINE = "nemolab_headline"
+
+
+def headline(text: str) -> None:
+    """Show a notebook's main figure in bold, marked so that `nemolab run` finds it for its summary."""
+    from IPython.display import Markdown, display
+
+    display(Markdown(f"**{text}**"), metadata={HEADLINE: text})
+
+
+def find_headline(notebook: "nbformat.NotebookNode") -> str:
+    """The last headline in a notebook's outputs; empty without one."""
+    found = ""
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            found = output.get("metadata", {}).get(HEADLINE, found)
+    return found
+
+
+def write_report(target: Path, outcomes: Sequence["Outcome"], notebooks: Sequence["nbformat.NotebookNode"]) -> None:
+    """Write executed notebooks as one HTML page: a summary that links to each, then all of them in order.
+
+    Nothing is fetched when it is opened: figures are inside, and the exporter's links to script hosts are off.
+    """
+    import nbformat
+    from nbconvert import HTMLExporter
+
+    cells = [nbformat.v4.new_markdown_cell(_summary(outcomes))]
+    for outcome, notebook in zip(outcomes, notebooks, strict=True):
+        cells.append(nbformat.v4.new_markdown_cell(f'<a id="{html.escape(outcome.name)}"></a>\n\n---'))
+        cells += [cell.copy() for cell in notebook.cells]
+    for number, cell in enumerate(cells):
+        cell.id = f"cell-{number:03d}"
+    merged = nbformat.v4.new_notebook(cells=cells, metadata=notebooks[0].metadata)
+    exporter = HTMLExporter(require_js_url="", mathjax_url="", mermaid_js_url="", jquery_url="", widget_renderer_url="")
+    body, _ = exporter.from_notebook_node(merged, resources={"metadata": {"name": "nemolab report"}})
+    partial = target.with_name(target.name + ".partial")
+    partial.write_text(body, encoding="utf-8")
+    os.replace(partial, target)
+
+
+def _summary(outcomes: Sequence["Outcome"]) -> str:
+    lines = [
+        "# nemolab report",
+        f"Executed {time.strftime('%Y-%m-%d %H:%M')} by `nemolab run`.",
+        "",
+        "| notebook | seconds | headline |",
+        "|---|---:|---|",
+    ]
+    for outcome in outcomes:
+        link = f'<a href="#{outcome.name}">{outcome.name}</a>'
+        lines.append(f"| {link} | {outcome.seconds:.1f} | {html.escape(outcome.headline)} |")
+    return "\n".join(lines)

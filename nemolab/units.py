@@ -1,0 +1,64 @@
+"""Sizes as people write and read them. GB is 10^9 bytes (traffic), GiB is 2^30 bytes (memory)."""
+
+import re
+from dataclasses import dataclass
+
+from nemolab.errors import UsageError
+
+BYTES_PER = {
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+EXAMPLES = "4GiB, 500MiB, 2GB or 48slots"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Room for experts: in bytes or in slots (blocks). Exactly one of the two is set."""
+
+    size_bytes: int | None = None
+    slots: int | None = None
+
+    @property
+    def gib(self) -> float | None:
+        return None if self.size_bytes is None else self.size_bytes / 2**30
+
+
+def parse_budget(text: str) -> Budget:
+    """Read `4GiB`, `500MiB`, `2GB`, `1.5 GiB` or `48slots`; the unit is not optional, capitals are.
+
+    Raises UsageError for anything else, zero and bare numbers included: 16 could be GiB, GB or slots.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]+)\s*", text, flags=re.ASCII)
+    if not found:
+        raise UsageError(f"{text!r} is no size: give a number and a unit, such as {EXAMPLES}")
+    number, unit = found[1], found[2].lower()
+    if unit in ("slot", "slots"):
+        if not number.isdigit() or int(number) == 0:
+            raise UsageError(f"{text!r}: slots are counted in whole blocks, from 1 up")
+        return Budget(slots=int(number))
+    if unit not in BYTES_PER:
+        raise UsageError(f"{text!r}: unknown unit {found[2]!r}; use MB, GB, MiB, GiB or slots, such as {EXAMPLES}")
+    size_bytes = int(float(number) * BYTES_PER[unit]) if "." in number else int(number) * BYTES_PER[unit]
+    if size_bytes <= 0:
+        raise UsageError(f"{text!r} leaves room for nothing; give a size above zero, such as {EXAMPLES}")
+    return Budget(size_bytes=size_bytes)
+
+
+def show_bytes(count: float) -> str:
+    """A byte count in the largest binary unit that keeps it at 1 or more: `2.54 GiB`.
+
+    >>> show_bytes(2724986880)
+    '2.54 GiB'
+    """
+    for unit, step in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(count) >= step:
+            return f"{count / step:.2f} {unit}"
+    return f"{int(count)} B"
