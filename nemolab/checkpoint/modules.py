@@ -1,7 +1,7 @@
 """Modules and their formats, found from the tensors alone: never from a name, never from a list in the metadata."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from nemolab.checkpoint.config import ModelConfig
@@ -56,20 +56,24 @@ class Module:
     nbytes: int
 
 
-def find_modules(tensors: Mapping[str, TensorEntry], config: ModelConfig) -> tuple[dict[str, Module], list[str]]:
+def find_modules(
+    tensors: Mapping[str, TensorEntry], config: ModelConfig, without: Collection[str] = ()
+) -> tuple[dict[str, Module], list[str]]:
     """Every tensor (keyed by canonical name) gets its module; the config's shapes are checked on the way.
 
+    without  parts that live elsewhere: a store keeps "routed" in blocks, so its dense tensors are judged without them
     Returns the modules by canonical name and notes about what was left aside. Needs no files, only entries.
     Raises CheckpointError for a missing, unknown, misshapen or foreign tensor, naming layer, expert and tensor.
     """
-    expected = expect_modules(config)
+    expected = {name: module for name, module in expect_modules(config).items() if module.part not in without}
     groups, unknown = _group(tensors, expected, config)
     notes = _judge_unknown(unknown, config)
     modules = {}
     for name, group in groups.items():
         modules[name] = _make_module(name, group, expected.get(name))
     _check_all_there(modules, expected, config)
-    _check_experts_alike(modules, config)
+    if "routed" not in without:
+        _check_experts_alike(modules, config)
     return modules, notes + _note_unused(tensors)
 
 

@@ -1,0 +1,9 @@
+"""Stores: one block an expert on disk, read directly, cached in RAM. Importing this does not import torch."""
+
+from nemolab.store.cache import ExpertCache
+from nemolab.store.layout import BlockLayout, ExpertViews
+from nemolab.store.lru import LRU
+from nemolab.store.reader import BlockReader
+from nemolab.store.store import Store
+
+__all__ = ["LRU", "BlockLayout", "BlockReader", "ExpertCache", "ExpertViews", "Store"]

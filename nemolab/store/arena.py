@@ -1,0 +1,47 @@
+"""Memory for blocks: one page-aligned anonymous mapping, cut into rows, grown by touch."""
+
+import mmap
+
+import numpy as np
+
+from nemolab.errors import StoreError
+from nemolab.store.layout import PAGE_BYTES
+
+
+class Arena:
+    """`rows` blocks of `row_bytes` each.
+
+    The whole range is reserved at once, so a row's address never changes; the kernel gives a page only when it is
+    first written, so an arena takes as much memory as it was ever filled.
+    .rows  uint8 [rows, row_bytes]
+    Raises StoreError where the range cannot be reserved.
+    """
+
+    def __init__(self, rows: int, row_bytes: int):
+        if rows < 0 or row_bytes <= 0 or row_bytes % PAGE_BYTES:
+            raise StoreError(f"an arena of {rows} rows of {row_bytes} bytes; rows are whole pages of {PAGE_BYTES}")
+        self.row_bytes = row_bytes
+        self.reserved_bytes = rows * row_bytes
+        try:
+            self._memory = mmap.mmap(-1, max(self.reserved_bytes, PAGE_BYTES), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError, ValueError) as problem:
+            raise StoreError(
+                f"cannot reserve {self.reserved_bytes:,} bytes of memory for {rows} blocks ({problem}); ask for less"
+            ) from None
+        # Few blocks are smaller than a huge page, and direct reads into huge pages pin fewer of them.
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            try:
+                self._memory.madvise(mmap.MADV_HUGEPAGE)
+            except OSError:  # a kernel without transparent huge pages
+                pass
+        self.rows = np.frombuffer(self._memory, np.uint8, self.reserved_bytes).reshape(rows, row_bytes)
+
+    def close(self) -> None:
+        """Give the memory back. Views that someone still holds keep it alive until they are dropped."""
+        self.rows = None
+        if self._memory is not None:
+            try:
+                self._memory.close()
+            except BufferError:  # views are out there; the mapping goes with the last of them
+                pass
+            self._memory = None

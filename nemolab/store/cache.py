@@ -1,0 +1,209 @@
+"""Experts in RAM: a byte-budgeted LRU cache for decode and a ring for prompts, filled by direct reads."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from nemolab.errors import StoreError
+from nemolab.store.arena import Arena
+from nemolab.store.lru import LRU
+from nemolab.store.reader import DEFAULT_THREADS, BlockReader, Pending
+
+RING = 32  # experts of a prompt batch
+
+
+class ExpertCache:
+    """The experts of a store, resident as far as the budget goes.
+
+    budget_bytes | slots  how much stays (one of the two); capped at what the store holds, refused below top_k blocks
+    reader                a BlockReader to use and leave open; by default one of its own with `threads` threads
+    ring                  experts in a prompt batch; two such banks are kept beside the budget, once a prompt is seen
+    .arena                uint8 [rows, block_bytes]; `lookup_rows` and `stream_rows` answer with its row numbers
+    For one thread at a time. Close it, or use it in a `with` block.
+    """
+
+    def __init__(
+        self,
+        store,
+        *,
+        budget_bytes: int | None = None,
+        slots: int | None = None,
+        reader: BlockReader | None = None,
+        threads: int = DEFAULT_THREADS,
+        ring: int = RING,
+    ):
+        if (budget_bytes is None) == (slots is None):
+            raise StoreError("give the cache either budget_bytes or slots")
+        if ring < 1:
+            raise StoreError(f"prompt batches of {ring} experts; 1 or more are needed")
+        self.store = store
+        self.block_bytes = store.block_bytes
+        self._n_layers, self._n_experts = store.n_layers, store.n_experts
+        wanted = slots if slots is not None else budget_bytes // self.block_bytes
+        top_k = store.config.top_k
+        if wanted < top_k:
+            raise StoreError(
+                f"a cache of {wanted} blocks cannot hold the {top_k} experts a token needs in one layer; "
+                f"give it {top_k} slots or {top_k * self.block_bytes:,} bytes at least"
+            )
+        self.slots = min(wanted, self._n_layers * self._n_experts)
+        self.ring = min(ring, self._n_experts)
+        self._lru = LRU(self.slots * self.block_bytes)
+        self._arena = Arena(self.slots + 2 * self.ring, self.block_bytes)
+        self.arena = self._arena.rows
+        self._views = list(self.arena)
+        self._row_of: dict[int, int] = {}  # block index -> row
+        self._free_rows = list(range(self.slots - 1, -1, -1))  # low rows first: untouched memory is not taken
+        self._counts: dict[str, list[int]] = {}
+        self._streaming = False
+        self._own_reader = reader is None
+        try:
+            self.reader = store.open_reader(threads=threads) if reader is None else reader
+        except BaseException:
+            self._release()
+            raise
+
+    def __enter__(self) -> "ExpertCache":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def lookup(self, layer: int, experts: Sequence[int], phase: str = "decode") -> list[np.ndarray]:
+        """The blocks of a decode batch, in the order asked for, all resident on return.
+
+        layer    MoE ordinal; experts  ids in rank order
+        Returns uint8 [block_bytes] views, valid until the next lookup.
+        """
+        views = self._views
+        return [views[row] for row in self.lookup_rows(layer, experts, phase)]
+
+    def lookup_rows(self, layer: int, experts: Sequence[int], phase: str = "decode") -> list[int]:
+        """As `lookup`, but the rows of `.arena` that hold the blocks."""
+        keys = self._keys(layer, experts)
+        if self._streaming:
+            raise StoreError("a lookup while a prompt batch is in use could evict it; finish the stream first")
+        if len(keys) > self.slots and len(set(keys)) > self.slots:
+            raise StoreError(f"a batch of {len(set(keys))} experts does not fit a cache of {self.slots} blocks")
+        hits, misses, victims = self._lru.batch(keys, self.block_bytes)
+        if misses:
+            self._fill(misses, victims)
+        self._count(phase, len(hits), len(misses))
+        row_of = self._row_of
+        return [row_of[key] for key in keys]
+
+    def stream(
+        self, layer: int, experts: Sequence[int], phase: str = "prefill"
+    ) -> Iterator[list[tuple[int, np.ndarray]]]:
+        """The distinct experts of a prompt pass in batches of `ring`, each read at most once.
+
+        Hits are used where they lie and not refreshed, misses go through the ring, nothing enters the cache. The next
+        batch is read while the caller computes on this one; a batch's views are valid until the next is asked for.
+        """
+        views = self._views
+        for ids, rows in self.stream_rows(layer, experts, phase):
+            yield [(expert, views[row]) for expert, row in zip(ids, rows, strict=True)]
+
+    def stream_rows(
+        self, layer: int, experts: Sequence[int], phase: str = "prefill"
+    ) -> Iterator[tuple[list[int], list[int]]]:
+        """As `stream`, but (expert ids, rows of `.arena`) for each batch."""
+        if self._streaming:
+            raise StoreError("one prompt stream at a time; finish or close the other first")
+        keys = list(dict.fromkeys(self._keys(layer, experts)))
+        batches = [keys[start : start + self.ring] for start in range(0, len(keys), self.ring)]
+        self._streaming = True
+        here = coming = None
+        try:
+            for number, batch in enumerate([*batches, None]):
+                here = coming
+                # Read ahead into the bank that the batch before last has left.
+                coming = self._start_ring(batch, number % 2) if batch is not None else None
+                if here is not None:
+                    here.pending.wait()
+                    self._count(phase, len(here.keys) - here.misses, here.misses)
+                    yield [key - layer * self._n_experts for key in here.keys], here.rows
+        finally:
+            for unfinished in (here, coming):
+                if unfinished is not None:
+                    unfinished.pending.cancel()
+            self._streaming = False
+
+    def stats(self) -> dict[str, dict[str, int]]:
+        """By phase: lookups, hits, misses and bytes_read (completed reads of whole blocks)."""
+        return {
+            phase: {
+                "lookups": hits + misses,
+                "hits": hits,
+                "misses": misses,
+                "bytes_read": misses * self.block_bytes,
+            }
+            for phase, (hits, misses) in self._counts.items()
+        }
+
+    def close(self) -> None:
+        """Free memory, file and threads. Closing twice is fine."""
+        if self._own_reader and self.reader is not None:
+            self.reader.close()
+        self.reader = None
+        self._release()
+
+    def _keys(self, layer: int, experts: Sequence[int]) -> list[int]:
+        """Block indices. An id out of range would silently be another layer's expert, so it is refused."""
+        if self.arena is None:
+            raise StoreError("the expert cache is closed")
+        ids = experts.tolist() if hasattr(experts, "tolist") else experts
+        if ids and not (0 <= min(ids) and max(ids) < self._n_experts and 0 <= layer < self._n_layers):
+            raise StoreError(
+                f"layer {layer}, experts {min(ids)} to {max(ids)}: "
+                f"the store holds {self._n_layers} MoE layers of {self._n_experts} experts"
+            )
+        base = layer * self._n_experts
+        return [base + expert for expert in ids]
+
+    def _fill(self, misses: list[int], victims: list[int]) -> None:
+        """Read the misses into rows of their own, those of the victims first of all."""
+        self._free_rows.extend(self._row_of.pop(victim) for victim in victims)
+        for key in misses:
+            self._row_of[key] = self._free_rows.pop()
+        try:
+            self.reader.read_many([(key, self._views[self._row_of[key]]) for key in misses])
+        except BaseException:
+            # None of them may count as cached: which ones arrived is not known.
+            for key in misses:
+                self._lru.discard(key)
+                self._free_rows.append(self._row_of.pop(key))
+            raise
+
+    def _start_ring(self, keys: list[int], bank: int) -> "_RingBatch":
+        """Begin to read what the cache lacks into one of the two banks."""
+        first = self.slots + bank * self.ring
+        rows, jobs = [], []
+        for place, key in enumerate(keys):
+            row = self._row_of.get(key)
+            if row is None:
+                row = first + place
+                jobs.append((key, self._views[row]))
+            rows.append(row)
+        return _RingBatch(keys, rows, len(jobs), self.reader.start(jobs))
+
+    def _count(self, phase: str, hits: int, misses: int) -> None:
+        counts = self._counts.setdefault(phase, [0, 0])
+        counts[0] += hits
+        counts[1] += misses
+
+    def _release(self) -> None:
+        self.arena = None
+        self._views = []
+        self._row_of = {}
+        self._arena.close()
+
+
+class _RingBatch(NamedTuple):
+    """One batch of a prompt pass: its block indices, their rows, how many are read, and the reads."""
+
+    keys: list[int]
+    rows: list[int]
+    misses: int
+    pending: Pending

@@ -1,0 +1,151 @@
+"""`manifest.json`: what a store is, how large its files are and what they were made from. Written last of all."""
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from nemolab.checkpoint.json_files import read_json
+from nemolab.errors import CheckpointError, StoreError
+from nemolab.store import files
+from nemolab.store.layout import PAGE_BYTES, BlockLayout
+
+FORMAT = "nemolab-store"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What `manifest.json` says. Sizes in bytes; nothing in it depends on when or where the store was made.
+
+    layers, experts      MoE layers and experts a layer; block i = layer * experts + expert
+    files                name -> {"bytes", "crc32"}; experts.bin has its checksums in checksums.npy
+    dense_crc32          tensor name -> crc32 of its bytes in dense.safetensors
+    source               {"name", "files": {name: {"bytes", "header_sha256", "mtime_ns"}}, "small_files": {name: sha256}}
+    direct_io            whether experts.bin was written past the page cache (shown by the kernel, not assumed)
+    left_out             why -> names of the checkpoint's tensors that no file of the store holds
+    missing_small_files  small files the checkpoint did not have
+    """
+
+    layout: str
+    expert_inter: int
+    expert_in: int
+    expert_format: str
+    layers: int
+    experts: int
+    files: dict[str, dict[str, int]]
+    dense_crc32: dict[str, int]
+    source: dict[str, Any]
+    direct_io: bool
+    left_out: dict[str, list[str]] = field(default_factory=dict)
+    missing_small_files: list[str] = field(default_factory=list)
+
+    @cached_property
+    def block_layout(self) -> BlockLayout:
+        return BlockLayout(self.layout, self.expert_inter, self.expert_in)
+
+    @property
+    def blocks(self) -> int:
+        return self.layers * self.experts
+
+    @property
+    def experts_bytes(self) -> int:
+        """Size of experts.bin."""
+        return self.blocks * self.block_layout.block_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """As written: format, version and the sizes a reader in another language needs come first."""
+        layout = self.block_layout
+        head = {
+            "format": FORMAT,
+            "version": VERSION,
+            "page_bytes": PAGE_BYTES,
+            "block_bytes": layout.block_bytes,
+            "payload_bytes": layout.payload_bytes,
+            "planes": [{"name": p.name, "offset_bytes": p.offset_bytes, "shape": list(p.shape)} for p in layout.planes],
+        }
+        return head | {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+    def write(self, folder: Path) -> None:
+        """Write it durably; from then on the folder is a store."""
+        with files.finished_file(folder / files.MANIFEST) as file:
+            file.write((json.dumps(self.to_dict(), indent=1, ensure_ascii=False) + "\n").encode())
+
+    @classmethod
+    def read(cls, folder: str | Path) -> "Manifest":
+        """Read and check it, and check the sizes of the files it names. Raises StoreError."""
+        folder = Path(folder)
+        path = folder / files.MANIFEST
+        if not folder.is_dir():
+            raise StoreError(f"{folder} is no folder; a store made by `nemolab repack` was expected")
+        if not path.exists():
+            raise StoreError(f"{folder} has no {files.MANIFEST}: {_guess_why(folder)}")
+        try:
+            manifest = cls.from_dict(read_json(path), path)
+        except CheckpointError as problem:
+            raise StoreError(str(problem)) from problem
+        manifest.check_sizes(folder)
+        return manifest
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any], where: str | Path = files.MANIFEST) -> "Manifest":
+        """The manifest in a JSON document. Raises StoreError naming the field, what was found and what was expected."""
+        if raw.get("format") != FORMAT:
+            raise StoreError(f"{where}: format {raw.get('format')!r}; {FORMAT!r} was expected, so this is no store")
+        if raw.get("version") != VERSION:
+            raise StoreError(f"{where}: version {raw.get('version')!r}; this nemolab reads {VERSION}: repack it again")
+        values = {}
+        for known in dataclasses.fields(cls):
+            kind = {"str": str, "int": int, "bool": bool, "dict": dict, "list": list}[_type_name(known.type)]
+            value = raw.get(known.name)
+            # bool is an int in Python, and a layer count of `true` is none
+            if not isinstance(value, kind) or (kind is int and (isinstance(value, bool) or value <= 0)):
+                raise StoreError(f"{where}: {known.name} is {value!r}; a {kind.__name__} was expected")
+            values[known.name] = value
+        for name, record in values["files"].items():
+            size = record.get("bytes") if isinstance(record, dict) else None
+            if Path(name).name != name or not isinstance(size, int) or size < 0:
+                raise StoreError(f"{where}: files: {name!r}: {record!r}; a plain name with its bytes was expected")
+        manifest = cls(**values)
+        expected = manifest.to_dict()
+        for derived in ("page_bytes", "block_bytes", "payload_bytes", "planes"):
+            if raw.get(derived) != expected[derived]:
+                raise StoreError(
+                    f"{where}: {derived} is {raw.get(derived)!r}; the layout {manifest.layout} of experts "
+                    f"{manifest.expert_inter} x {manifest.expert_in} needs {expected[derived]!r}"
+                )
+        return manifest
+
+    def check_sizes(self, folder: Path) -> None:
+        """Compare every file's size with the record. Raises StoreError naming the file."""
+        for name in (files.EXPERTS, files.GLOBALS, files.DENSE, files.CHECKSUMS):
+            if name not in self.files:
+                raise StoreError(f"{folder / files.MANIFEST}: {name} is not listed under files")
+        if self.files[files.EXPERTS]["bytes"] != self.experts_bytes:
+            raise StoreError(
+                f"{folder / files.MANIFEST}: {files.EXPERTS} is listed with {self.files[files.EXPERTS]['bytes']} bytes; "
+                f"{self.blocks} blocks of {self.block_layout.block_bytes} take {self.experts_bytes}"
+            )
+        for name, record in self.files.items():
+            path = folder / name
+            try:
+                found = path.stat().st_size
+            except OSError:
+                raise StoreError(f"{path} is missing; the manifest lists it with {record['bytes']} bytes") from None
+            if found != record["bytes"]:
+                raise StoreError(f"{path} has {found} bytes, the manifest says {record['bytes']}: repack it again")
+
+
+def _type_name(annotation: Any) -> str:
+    name = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+    return name.partition("[")[0]
+
+
+def _guess_why(folder: Path) -> str:
+    if any(folder.glob(f"*{files.PARTIAL}")):
+        return "a repack into it was interrupted or is still at work; run `nemolab repack` again"
+    if (folder / "config.json").exists():
+        return "it looks like a checkpoint; make a store of it with `nemolab repack`"
+    return "it is no store; make one with `nemolab repack`"
