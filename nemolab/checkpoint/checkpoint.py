@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -68,7 +69,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
-        """Open and check a checkpoint folder. Raises CheckpointError naming file, tensor, what was found and expected."""
+        """Open and check a folder. Raises CheckpointError naming file, tensor, what was found and what was expected."""
         folder = Path(path)
         if not folder.is_dir():
             what = "is a file" if folder.exists() else "does not exist"
@@ -115,6 +116,13 @@ class Checkpoint:
         """A tensor's stored bytes, uint8 [nbytes], in memory of our own."""
         entry = self.entry(name)
         return read_range(self.path / entry.shard, entry.offset_bytes, entry.nbytes)
+
+    def read_chunks(self, name: str, chunk_bytes: int) -> Iterator[np.ndarray]:
+        """A tensor's stored bytes in pieces of at most `chunk_bytes`, for tensors larger than one wants to hold."""
+        entry = self.entry(name)
+        for start in range(0, entry.nbytes, chunk_bytes):
+            length = min(chunk_bytes, entry.nbytes - start)
+            yield read_range(self.path / entry.shard, entry.offset_bytes + start, length)
 
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor with its stored dtype and shape."""
@@ -213,6 +221,6 @@ def check_expert_scales(expert: ExpertBytes, name: str) -> None:
         if len(places):
             row, group = places[0]
             raise CheckpointError(
-                f"{name}.{matrix}_proj.weight_scale has the NaN byte {scales[row, group]:#04x} at row {row}, group {group}"
-                + (f" (and {len(places) - 1:,} more)" if len(places) > 1 else "")
+                f"{name}.{matrix}_proj.weight_scale has the NaN byte {scales[row, group]:#04x} at row {row},"
+                f" group {group}" + (f" (and {len(places) - 1:,} more)" if len(places) > 1 else "")
             )

@@ -60,7 +60,7 @@ _LARGEST_SIZE = 2**31 - 1
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes in elements, named as in the vendor's config. `notes` are contradictions that were resolved; `raw` is all of it."""
+    """Sizes in elements, named as in the vendor's config. `notes`: contradictions that were resolved; `raw`: all of it."""
 
     model_type: str
     layer_types: tuple[str, ...]  # "mamba", "moe", "attention" or "mlp", one a layer

@@ -1,7 +1,7 @@
 """NVFP4 and FP8 in plain torch: what a stored byte means, and the way back.
 
 NVFP4 (ModelOpt's linear form) of a matrix [N, K]:
-    packed   uint8 [N, K/2]   two 4-bit E2M1 codes a byte: the low nibble is the even column 2b, the high one column 2b+1
+    packed   uint8 [N, K/2]   two 4-bit E2M1 codes a byte: low nibble = even column 2b, high nibble = column 2b + 1
     scales   E4M3  [N, K/16]  one block scale for each 16 consecutive columns of a row
     scale_2  float32 scalar   one factor for the matrix
     value = e2m1(code) * (float32(scale) * scale_2), the product of the scales formed in float32
@@ -89,7 +89,7 @@ def decode_fp8(weight: torch.Tensor, scale: torch.Tensor | float) -> torch.Tenso
 
 
 def encode_e2m1(values: torch.Tensor) -> torch.Tensor:
-    """Nearest E2M1 codes of float values: uint8, same shape, ties to the even code, saturating at 6; the sign is kept."""
+    """Nearest E2M1 codes: uint8 of the same shape, ties to the even code, saturating at 6; the sign is kept."""
     import torch
 
     magnitude = values.abs().contiguous()
@@ -106,19 +106,23 @@ def pack_e2m1(codes: torch.Tensor) -> torch.Tensor:
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
-def encode_nvfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def encode_nvfp4(
+    weight: torch.Tensor, scale_2: torch.Tensor | float | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A float matrix [N, K], K a multiple of 16 -> (packed uint8 [N, K/2], scales E4M3 [N, K/16], scale_2 float32 []).
 
-    Maximum calibration: scale_2 = amax / (6 * 448); block scales clamped to [2^-9, 448], 1.0 for a block of zeros, so a
-    written scale is never 0, negative or NaN.
+    Maximum calibration unless scale_2 is given: scale_2 = amax / (6 * 448). Block scales are clamped to [2^-9, 448] and
+    1.0 for a block of zeros, so a written scale is never 0, negative or NaN.
     """
     import torch
 
     weight = weight.float()
     if weight.shape[-1] % GROUP:
         raise CheckpointError(f"NVFP4 needs rows in groups of {GROUP}, found {weight.shape[-1]} columns")
-    largest = weight.abs().amax()
-    scale_2 = largest / (E2M1_MAX * E4M3_MAX) if largest > 0 else torch.tensor(1.0)
+    if scale_2 is None:
+        largest = weight.abs().amax()
+        scale_2 = largest / (E2M1_MAX * E4M3_MAX) if largest > 0 else 1.0
+    scale_2 = torch.as_tensor(scale_2, dtype=torch.float32)
     blocks = weight.reshape(*weight.shape[:-1], -1, GROUP)
     peaks = blocks.abs().amax(-1)
     scales = (peaks / E2M1_MAX / scale_2).clamp(E4M3_SMALLEST, E4M3_MAX)

@@ -44,7 +44,7 @@ _STACKED = re.compile(r"\.experts\.(up_proj|down_proj|gate_up_proj)$")
 class Module:
     """One weight with everything stored beside it. `shape` is logical: [N, K] where NVFP4 stores [N, K/2] bytes.
 
-    tensors  suffix -> entry: weight, and where present bias, weight_scale, weight_scale_2, input_scale, k_scale, v_scale
+    tensors  suffix -> entry: weight; where present bias, weight_scale, weight_scale_2, input_scale, k_scale, v_scale
     nbytes   all of them
     """
 
@@ -171,7 +171,7 @@ def _check_nvfp4(name: str, group: dict[str, TensorEntry]) -> tuple[int, ...]:
     _check_scalar(scale_2)
     if len(weight.shape) != 2 or weight.shape[1] * 2 % GROUP:
         raise CheckpointError(
-            f"{_at(weight)} is U8 {list(weight.shape)}; NVFP4 needs [rows, columns / 2] with whole groups of {GROUP} columns"
+            f"{_at(weight)} is U8 {list(weight.shape)}; NVFP4 needs [rows, columns / 2] in whole groups of {GROUP} columns"
         )
     rows, columns = weight.shape[0], weight.shape[1] * 2
     needed = (rows, columns // GROUP)
@@ -249,8 +249,8 @@ def _check_experts_alike(modules: Mapping[str, Module], config: ModelConfig) -> 
                 module = modules[f"{prefix}.{expert}.{matrix}"]
                 if module.format != first.format:
                     raise CheckpointError(
-                        f"layer {layer}, expert {expert}: {module.name} is {module.format}, {first.name} is {first.format};"
-                        " the experts of one layer must share one format"
+                        f"layer {layer}, expert {expert}: {module.name} is {module.format}, {first.name} is"
+                        f" {first.format}; the experts of one layer must share one format"
                     )
 
 

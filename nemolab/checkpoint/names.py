@@ -1,7 +1,7 @@
 """Names of tensors: one table of prefixes, and the canonical spelling everything else uses.
 
-Canonical is the vendor's Nemotron-3-Super spelling: backbone.layers.N.mixer..., backbone.embeddings.weight, lm_head.weight,
-mtp.... Vision tensors keep the names they are stored under.
+Canonical is the vendor's Nemotron-3-Super spelling: backbone.layers.N.mixer..., backbone.embeddings.weight,
+lm_head.weight, mtp.... Vision tensors keep the names they are stored under.
 """
 
 from collections.abc import Iterable

@@ -1,7 +1,8 @@
 """The header of a safetensors file, read and checked by ourselves.
 
-A file is: 8 bytes little-endian length of the header, the header (JSON: name -> dtype, shape, two data offsets), the data.
-Nothing is mapped and nothing is allocated on the word of the file: every number is checked against the file's size first.
+A file is: 8 bytes little-endian length of the header, the header (JSON: name -> dtype, shape, two data offsets), the
+data. Nothing is mapped and nothing is allocated on the word of the file: every number is checked against the file's size
+first.
 """
 
 import hashlib
@@ -145,7 +146,8 @@ def _check_entry(name: str, fields: object, path: Path, data_start: int) -> Tens
     begin, end = offsets
     if bits % 8 or bits // 8 != end - begin:
         raise CheckpointError(
-            f"{where}: {dtype} {_short(shape)} takes {_short(bits // 8)} bytes, its data_offsets cover {_short(end - begin)}"
+            f"{where}: {dtype} {_short(shape)} takes {_short(bits // 8)} bytes, its data_offsets cover"
+            f" {_short(end - begin)}"
         )
     return TensorEntry(name, name, dtype, tuple(shape), path.name, data_start + begin, end - begin)
 
@@ -199,5 +201,6 @@ def _check_tiling(tensors: Iterable[TensorEntry], path: Path, data_start: int, d
         )
     if promised < data_bytes:
         raise CheckpointError(
-            f"{path} has {data_bytes - promised:,} bytes after its last tensor {previous!r}; the tensors must fill the data"
+            f"{path} has {data_bytes - promised:,} bytes after its last tensor {previous!r}; the tensors must fill the"
+            " data"
         )

@@ -16,7 +16,7 @@ HEAD = "lm_head"
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """One module a config asks for. `leaf`: the parameter itself has this name (A_log), without a ".weight" after it."""
+    """One module a config asks for. `leaf`: the parameter itself has this name (A_log), no ".weight" after it."""
 
     part: str
     shape: tuple[int, ...]
@@ -25,7 +25,7 @@ class Expected:
 
 
 def expect_modules(config: ModelConfig) -> dict[str, Expected]:
-    """Canonical module name -> what the config promises, for the language model without MTP. lm_head is left out if tied."""
+    """Canonical module name -> what the config promises; the language model without MTP, no lm_head if it is tied."""
     hidden, vocab = config.hidden_size, config.vocab_size
     expected = {EMBEDDINGS: Expected("embeddings", (vocab, hidden))}
     build = {"mamba": _expect_mamba, "attention": _expect_attention, "moe": _expect_moe, "mlp": _expect_mlp}
