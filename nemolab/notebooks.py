@@ -140,12 +140,14 @@ def execute(path: Path, model: Path | None = None) -> tuple[Outcome, nbformat.No
     error = ""
     try:
         client.execute(env=_environment(model))
-    except (CellExecutionError, DeadKernelError, RuntimeError) as problem:
-        # On SIGINT and SIGTERM nbclient stops the kernel and then reports its death: that was the user, not a fault.
+    except Exception as problem:
+        # On SIGINT and SIGTERM nbclient stops the kernel, then trips over its death: that was the user, not a fault.
         if getattr(client, "_async_cleanup_kernel_future", None) is not None:
             raise KeyboardInterrupt from None
         if isinstance(problem, CellExecutionError):
             error = f"cell {position[0] + 1}: {problem.ename}: {_one_line(problem.evalue)}"
+        elif not isinstance(problem, DeadKernelError | RuntimeError):
+            raise
         else:
             error = f"cell {position[0] + 1}: {_one_line(str(problem)) or 'the kernel died'} (out of memory?)"
     outcome = Outcome(path.stem, time.perf_counter() - started, find_headline(notebook), error)

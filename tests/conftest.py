@@ -1,0 +1,87 @@
+"""Shared by all tests: the shipped model, a cache folder of their own, and skips that can be made to fail."""
+
+import mmap
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARED = ROOT.parent / "shared"
+
+
+def pytest_configure(config):
+    """Keep tests away from the user's cache and model, in this process and in those that tests start."""
+    config.nemolab_cache = tempfile.mkdtemp(prefix="nemolab-tests-")
+    os.environ["NEMOLAB_CACHE"] = config.nemolab_cache
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    for name in ("NEMOLAB_HOME", "NEMOLAB_MODEL"):
+        os.environ.pop(name, None)
+
+
+def pytest_unconfigure(config):
+    shutil.rmtree(config.nemolab_cache, ignore_errors=True)
+
+
+def pytest_runtest_setup(item):
+    """Skip what this machine lacks; fail instead where NEMOLAB_REQUIRE names it: NEMOLAB_REQUIRE=gpu,nvme."""
+    required = {word.strip() for word in os.environ.get("NEMOLAB_REQUIRE", "").split(",")}
+    for need, have in HAVE.items():
+        if item.get_closest_marker(need) and not have():
+            (pytest.fail if need in required else pytest.skip)(f"this machine has no {need}")
+
+
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def has_direct_io() -> bool:
+    """A real O_DIRECT read in the folder where tests write: opening alone proves nothing."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(bytes(4096))
+        file.flush()
+        os.fsync(file.fileno())
+        try:
+            descriptor = os.open(file.name, os.O_RDONLY | os.O_DIRECT)
+        except OSError:
+            return False
+        try:
+            with mmap.mmap(-1, 4096) as page:
+                return os.preadv(descriptor, [page], 0) == 4096
+        except OSError:
+            return False
+        finally:
+            os.close(descriptor)
+
+
+HAVE = {"gpu": has_gpu, "nvme": has_direct_io}
+
+
+@pytest.fixture(scope="session")
+def tiny_path() -> Path:
+    """`data/tiny`, the trained checkpoint that ships."""
+    return ROOT / "data" / "tiny"
+
+
+@pytest.fixture(scope="session")
+def texts_path() -> Path:
+    """`data/texts`, the passages it has not seen."""
+    return ROOT / "data" / "texts"
+
+
+@pytest.fixture(scope="session")
+def root_path() -> Path:
+    """The clone."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def shared_path() -> Path:
+    """Reference material beside the clone; nothing in the project needs it."""
+    if not SHARED.is_dir():
+        pytest.skip(f"no reference material at {SHARED}")
+    return SHARED
