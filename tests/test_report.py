@@ -131,8 +131,8 @@ def test_a_folder_without_notebooks_says_so(tmp_path):
 
 def test_an_interrupt_leaves_nothing_behind(odd_folder, tmp_path):
     """SIGINT while a cell runs: exit by KeyboardInterrupt, no folder, no kernel left."""
-    write_notebook(odd_folder, "00_first", f"open({str(tmp_path / 'started')!r}, 'w').write(str(__import__('os').getpid()))",
-                   "import time; time.sleep(600)")  # fmt: skip
+    tell = f"import os; from pathlib import Path; Path({str(tmp_path / 'started')!r}).write_text(str(os.getpid()))"
+    write_notebook(odd_folder, "00_first", tell, "import time; time.sleep(600)")
     code = (
         "import sys; from pathlib import Path; from nemolab.notebooks import *\n"
         "try: run_notebooks(find_notebooks(Path(sys.argv[1])), folder=Path(sys.argv[2]))\n"

@@ -33,26 +33,10 @@ def plan(path, experts_as):
       nemolab plan /models/nemotron-super --json
       nemolab plan data/configs/nemotron-3-nano.json --experts-as bf16
     """
-    from nemolab.errors import UsageError
     from nemolab.plan import plan as count
 
-    if experts_as and path.is_dir():
-        raise UsageError(f"--experts-as is for a bare config.json; the tensors of {path} decide their own format")
-    data = count(path, experts_as=experts_as or "nvfp4").to_dict()
-    facts = [
-        ["model", data["model_type"]],
-        ["MoE layers x experts, top-k", f"{data['moe_layers']} x {data['experts']}, top-{data['top_k']}"],
-        ["parameters of an expert", f"{data['expert_params']:,}"],
-        ["bytes of an expert", f"{data['expert_bytes']:,} ({data['pages_per_expert']:,.2f} pages)"],
-        ["bytes a token reads", f"{data['bytes_per_token']:,} ({show_bytes(data['bytes_per_token'])})"],
-        ["routed experts, all", f"{data['routed_bytes']:,} ({show_bytes(data['routed_bytes'])})"],
-        ["everything else", f"{data['dense_bytes']:,} ({show_bytes(data['dense_bytes'])})"],
-    ]
-    parts = [[part, size, show_bytes(size)] for part, size in data["parts"].items() if size]
-    text = "\n\n".join([table(["", ""], facts).lstrip("\n "), table(["part", "bytes", ""], parts)])
-    if not path.is_dir():
-        text += f"\n\nA bare config: experts counted as {experts_as or 'nvfp4 (the default of --experts-as)'}."
-    return Answer(data, text)
+    result = count(path, experts_as)
+    return Answer(result.to_dict(), str(result))
 
 
 @verb("inventory")
@@ -72,24 +56,21 @@ def inventory(path, tensors):
     from nemolab.checkpoint import Checkpoint, Inventory
 
     checkpoint = Checkpoint.open(path)
-    frame = Inventory(checkpoint).frame()
-    sums = frame.groupby(["part", "format"], observed=True)["bytes"].agg(["count", "sum"]).reset_index()
-    rows = [[str(row.part), str(row.format), int(row.count_), int(row.sum_)] for row in _named(sums)]
+    listed = Inventory(checkpoint)
+    sums = listed.by_format().reset_index()
     data = {
-        "tensors": len(frame),
-        "bytes": int(frame["bytes"].sum()),
-        "sums": [dict(zip(("part", "format", "tensors", "bytes"), row, strict=True)) for row in rows],
+        "tensors": int(sums["tensors"].sum()),
+        "bytes": int(sums["bytes"].sum()),
+        "sums": sums.to_dict("records"),
         "notes": list(checkpoint.notes),
     }
-    text = table(["part", "format", "tensors", "bytes"], rows)
-    text += f"\n\n{data['tensors']:,} tensors, {data['bytes']:,} bytes ({show_bytes(data['bytes'])})"
-    text += "".join(f"\nnote: {note}" for note in checkpoint.notes)
+    blocks = [
+        table(list(sums.columns), sums.values.tolist()),
+        f"{data['tensors']:,} tensors, {data['bytes']:,} bytes ({show_bytes(data['bytes'])})",
+    ]
     if tensors:
-        listed = frame.assign(shape=frame["shape"].map(list)).to_dict("records")
-        data["list"] = listed
-        text = table(list(frame.columns), [[row[column] for column in frame.columns] for row in listed]) + "\n\n" + text
-    return Answer(data, text)
-
-
-def _named(sums):
-    return sums.rename(columns={"count": "count_", "sum": "sum_"}).itertuples(index=False)
+        frame = listed.frame()
+        data["list"] = frame.to_dict("records")
+        blocks.insert(0, table(list(frame.columns), frame.values.tolist()))
+    blocks += [f"note: {note}" for note in checkpoint.notes]
+    return Answer(data, "\n\n".join(blocks))
