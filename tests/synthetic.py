@@ -1,8 +1,8 @@
 """Small checkpoints in the vendor's form with random weights, for tests: any shape, any mix of formats, several shards.
 
 Weights are fan-in scaled and embeddings have a spread of 1, so that wrong bytes change the logits (with a default
-initialisation swapped nibbles would go unnoticed). Each tensor is drawn from a seed of its own name: changing the format
-of one part leaves the weights of the others as they were.
+initialisation swapped nibbles would go unnoticed). Each tensor is drawn from a seed of its own name: changing the
+format of one part leaves the weights of the others as they were.
 """
 
 import json

@@ -13,7 +13,7 @@ CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 
 # Where a multimodal config keeps its language model.
-_NESTED = ("llm_config", "text_config", "language_config")
+NESTED_KEYS = ("llm_config", "text_config", "language_config")
 
 # Older names that transformers still accepts -> today's.
 _ALIASES = {
@@ -60,7 +60,7 @@ _LARGEST_SIZE = 2**31 - 1
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes in elements, named as in the vendor's config. `notes`: contradictions that were resolved; `raw`: all of it."""
+    """Sizes in elements, named as in the vendor's config. `notes`: contradictions, resolved; `raw`: all of it."""
 
     model_type: str
     layer_types: tuple[str, ...]  # "mamba", "moe", "attention" or "mlp", one a layer
@@ -264,7 +264,7 @@ class _Reader:
 
 def _find_text_config(config: dict, where: str) -> dict:
     """The language model's part of a config; refuses other families by name."""
-    nested = next((key for key in _NESTED if isinstance(config.get(key), dict)), None)
+    nested = next((key for key in NESTED_KEYS if isinstance(config.get(key), dict)), None)
     text = config[nested] if nested else config
     types = [str(part.get("model_type")) for part in (config, text) if part.get("model_type") is not None]
     if not any(

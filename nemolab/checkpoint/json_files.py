@@ -8,6 +8,7 @@ from nemolab.errors import CheckpointError
 
 # The largest honest config.json known is 5.7 MB (a table of 41,100 modules), the largest index 20 MB.
 JSON_LIMIT_BYTES = 200_000_000
+NAME_LIMIT = 1000
 
 
 def read_json(path: str | Path, limit_bytes: int = JSON_LIMIT_BYTES) -> dict[str, Any]:
@@ -27,7 +28,7 @@ def read_json(path: str | Path, limit_bytes: int = JSON_LIMIT_BYTES) -> dict[str
 
 
 def parse_json_object(raw: bytes, where: str) -> dict[str, Any]:
-    """Parse one JSON object; `where` names its origin in errors. Duplicate keys are refused: which one counts?"""
+    """Parse one JSON object; `where` names its origin in errors. Duplicate and unprintable keys are refused."""
     if not raw.strip():
         raise CheckpointError(f"{where} is empty; a JSON object was needed")
     try:
@@ -38,6 +39,10 @@ def parse_json_object(raw: bytes, where: str) -> dict[str, Any]:
         raise CheckpointError(f"{where} is nested too deeply to be an honest file") from error
     except _DuplicateKey as error:
         raise CheckpointError(f"{where} names {error.args[0]!r} twice; each name may occur once") from error
+    except _UnfitKey as error:
+        raise CheckpointError(
+            f"{where} has a name that is too long or not printable: {error.args[0][:40]!r}"
+        ) from error
     except ValueError as error:
         raise CheckpointError(f"{where} is not valid JSON: {error}") from error
     if not isinstance(parsed, dict):
@@ -49,8 +54,16 @@ class _DuplicateKey(Exception):
     pass
 
 
+class _UnfitKey(Exception):
+    pass
+
+
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
+    for key in result:
+        # Names end up in messages and tables: nothing that could steer a terminal, nothing endless.
+        if not key.isprintable() or len(key) > NAME_LIMIT:
+            raise _UnfitKey(key)
     if len(result) != len(pairs):
         seen: set[str] = set()
         for key, _ in pairs:

@@ -171,7 +171,7 @@ def _check_nvfp4(name: str, group: dict[str, TensorEntry]) -> tuple[int, ...]:
     _check_scalar(scale_2)
     if len(weight.shape) != 2 or weight.shape[1] * 2 % GROUP:
         raise CheckpointError(
-            f"{_at(weight)} is U8 {list(weight.shape)}; NVFP4 needs [rows, columns / 2] in whole groups of {GROUP} columns"
+            f"{_at(weight)} is U8 {list(weight.shape)}; NVFP4 needs [rows, columns / 2], columns in groups of {GROUP}"
         )
     rows, columns = weight.shape[0], weight.shape[1] * 2
     needed = (rows, columns // GROUP)
@@ -264,7 +264,7 @@ def _note_unused(tensors: Mapping[str, TensorEntry]) -> list[str]:
     for suffix, why in unused:
         count = sum(name.endswith(f".{suffix}") for name in tensors)
         if count:
-            notes.append(f"{count:,} {suffix} tensors are not used: {why}")
+            notes.append(f"{suffix}: {count:,} present, not used: {why}")
     for part, belongs in (("MTP", is_mtp), ("vision", is_vision)):
         found = [entry.nbytes for name, entry in tensors.items() if belongs(name)]
         if found:

@@ -10,7 +10,7 @@ from nemolab.errors import CheckpointError
 
 
 def read_range(path: str | Path, offset_bytes: int, nbytes: int) -> np.ndarray:
-    """`nbytes` bytes of a file from `offset_bytes` on: uint8 [nbytes]. Raises CheckpointError when the file ends early."""
+    """`nbytes` bytes of a file from `offset_bytes` on: uint8 [nbytes]. CheckpointError if the file ends early."""
     buffer = np.empty(nbytes, dtype=np.uint8)
     read_range_into(path, offset_bytes, buffer)
     return buffer

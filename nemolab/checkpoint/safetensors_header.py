@@ -1,8 +1,8 @@
 """The header of a safetensors file, read and checked by ourselves.
 
 A file is: 8 bytes little-endian length of the header, the header (JSON: name -> dtype, shape, two data offsets), the
-data. Nothing is mapped and nothing is allocated on the word of the file: every number is checked against the file's size
-first.
+data. Nothing is mapped and nothing is allocated on the word of the file: every number is checked against the file's
+size first.
 """
 
 import hashlib
