@@ -23,7 +23,7 @@ class Manifest:
     layers, experts      MoE layers and experts a layer; block i = layer * experts + expert
     files                name -> {"bytes", "crc32"}; experts.bin has its checksums in checksums.npy
     dense_crc32          tensor name -> crc32 of its bytes in dense.safetensors
-    source               {"name", "files": {name: {"bytes", "header_sha256", "mtime_ns"}}, "small_files": {name: sha256}}
+    source               {"name", "files": {name: {bytes, header_sha256, mtime_ns}}, "small_files": {name: sha256}}
     direct_io            whether experts.bin was written past the page cache (shown by the kernel, not assumed)
     left_out             why -> names of the checkpoint's tensors that no file of the store holds
     missing_small_files  small files the checkpoint did not have
@@ -125,7 +125,7 @@ class Manifest:
                 raise StoreError(f"{folder / files.MANIFEST}: {name} is not listed under files")
         if self.files[files.EXPERTS]["bytes"] != self.experts_bytes:
             raise StoreError(
-                f"{folder / files.MANIFEST}: {files.EXPERTS} is listed with {self.files[files.EXPERTS]['bytes']} bytes; "
+                f"{folder / files.MANIFEST}: {files.EXPERTS} has {self.files[files.EXPERTS]['bytes']} bytes there; "
                 f"{self.blocks} blocks of {self.block_layout.block_bytes} take {self.experts_bytes}"
             )
         for name, record in self.files.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,8 +54,8 @@ class Store:
         shape = (len(config.moe_layers), config.n_experts, config.expert_inter, config.expert_in)
         if shape != (store.n_layers, store.n_experts, *store.expert_shape):
             raise StoreError(
-                f"{path}: config.json describes {shape[0]} MoE layers of {shape[1]} experts {shape[2]} x {shape[3]}, "
-                f"the manifest {store.n_layers} of {store.n_experts} experts {store.expert_shape[0]} x {store.expert_shape[1]}"
+                f"{path}: config.json describes {shape[0]} MoE layers of {shape[1]} experts {shape[2:]}, "
+                f"the manifest {store.n_layers} of {store.n_experts} experts {store.expert_shape}"
             )
         return store
 
@@ -73,7 +73,7 @@ class Store:
             found = f"{entry.dtype} {list(entry.shape)}" if entry else f"only {sorted(entries)}"
             raise StoreError(f"{path}: weight_scale_2 F32 {list(shape)} was expected, {found} was found")
         values = np.empty(shape, np.float32)
-        _read_entry(path, entry, values)
+        _read(path, entry.offset_bytes, values)
         return values
 
     @cached_property
@@ -96,8 +96,16 @@ class Store:
         if entry is None:
             raise StoreError(f"{self.path / files.DENSE} holds no tensor {name!r}")
         stored = np.empty(entry.nbytes, np.uint8)
-        _read_entry(self.path / files.DENSE, entry, stored)
+        _read(self.path / files.DENSE, entry.offset_bytes, stored)
         return as_torch(stored, entry.dtype, entry.shape)
+
+    def dense_chunks(self, name: str, chunk_bytes: int) -> Iterator[np.ndarray]:
+        """A dense tensor's bytes in pieces of at most `chunk_bytes`."""
+        entry = self.dense_tensors[name]
+        for start in range(0, entry.nbytes, chunk_bytes):
+            piece = np.empty(min(chunk_bytes, entry.nbytes - start), np.uint8)
+            _read(self.path / files.DENSE, entry.offset_bytes + start, piece)
+            yield piece
 
     def dense_module(self, name: str) -> tuple[str, dict[str, torch.Tensor], tuple[int, ...]]:
         """(format, suffix -> tensor as stored, logical shape) of a dense module."""
@@ -144,8 +152,8 @@ def _header(path: Path) -> dict[str, TensorEntry]:
         raise StoreError(str(problem)) from problem
 
 
-def _read_entry(path: Path, entry: TensorEntry, buffer) -> None:
+def _read(path: Path, offset_bytes: int, buffer) -> None:
     try:
-        read_range_into(path, entry.offset_bytes, buffer)
+        read_range_into(path, offset_bytes, buffer)
     except CheckpointError as problem:
         raise StoreError(str(problem)) from problem

@@ -1,0 +1,81 @@
+"""Stores made on the way: a command that needs one and was given none finds or makes it in the cache folder."""
+
+import fcntl
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from nemolab import paths
+from nemolab.checkpoint import Checkpoint
+from nemolab.errors import StoreError
+from nemolab.store import contents, files
+from nemolab.store.manifest import VERSION
+from nemolab.store.reader import to_stderr
+from nemolab.store.repack import Progress, repack
+
+
+def ensure_store(
+    checkpoint_path: str | Path,
+    layout: str = "neuron",
+    announce: Callable[[str], None] = to_stderr,
+    progress: Progress | None = None,
+) -> Path:
+    """A finished store of a checkpoint in the cache folder, made if it is not there; says so when it makes one.
+
+    Its name holds a digest of the source's files (sizes, headers, times of change, configs) and of the layout, so a
+    changed checkpoint gets a new store. Processes that want the same one wait for each other.
+    Raises what `repack` raises, and StoreError where the cache folder cannot be written.
+    """
+    checkpoint = Checkpoint.open(Path(checkpoint_path).expanduser())
+    folder = store_folder(checkpoint, layout)
+    if (folder / files.MANIFEST).exists():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder.with_name(folder.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as problem:
+        raise StoreError(
+            f"{folder.parent}: the cache folder cannot be written ({problem.strerror}); "
+            "set NEMOLAB_CACHE to another, or make a store with `nemolab repack` and name it"
+        ) from problem
+    try:
+        _wait_for(lock, folder, announce)
+        if not (folder / files.MANIFEST).exists():
+            announce(f"no store was named: making one of {paths.shown(checkpoint.path)} in {paths.shown(folder)}")
+            repack(checkpoint.path, folder, layout=layout, announce=announce, progress=progress or _bar())
+    finally:
+        os.close(lock)  # the lock file stays: removing it would let two makers hold two different locks
+    return folder
+
+
+def store_folder(checkpoint: Checkpoint, layout: str) -> Path:
+    """Where the store of a checkpoint lies, or would lie, in the cache folder."""
+    source = contents.fingerprint(checkpoint)
+    digest = hashlib.sha256(json.dumps([VERSION, layout, source], sort_keys=True).encode()).hexdigest()[:16]
+    return paths.cache_folder() / "stores" / f"{source['name']}-{layout}-{digest}"
+
+
+def _wait_for(lock: int, folder: Path, announce: Callable[[str], None]) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        announce(f"another process is making {paths.shown(folder)}; waiting for it")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+
+def _bar() -> Progress:
+    """A bar on stderr, where that is a terminal."""
+    from tqdm import tqdm
+
+    bar = tqdm(desc="repack", unit="B", unit_scale=True, disable=None, leave=False, file=sys.stderr)
+
+    def show(done: int, total: int) -> None:
+        bar.total = total
+        bar.update(done - bar.n)
+        if done >= total:
+            bar.close()
+
+    return show

@@ -1,0 +1,75 @@
+"""Write a safetensors file as a stream: nothing larger than a chunk is ever held."""
+
+import json
+import struct
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from nemolab.checkpoint.safetensors_header import DTYPE_BITS
+from nemolab.store.files import crc32, finished_file
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """One tensor to write: its header fields, and its bytes as uint8 chunks when their turn comes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    chunks: Callable[[], Iterable[np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Written:
+    """A finished file: its size and crc32, and the crc32 of each tensor's bytes."""
+
+    nbytes: int
+    crc32: int
+    tensors: dict[str, int]
+
+
+def write_tensor_file(
+    path: Path, tensors: Iterable[Outgoing], on_bytes: Callable[[int], None] = lambda count: None
+) -> Written:
+    """Write `tensors` to `path`, wide dtypes first so that each lies on a multiple of its item size.
+
+    on_bytes  told the count of each chunk written
+    Raises StoreError when the disk is full or a tensor's chunks are not the bytes it promised.
+    """
+    ordered = sorted(tensors, key=lambda tensor: -DTYPE_BITS[tensor.dtype])  # stable: else in the order given
+    head = _header(ordered)
+    sums = {}
+    with finished_file(path) as file:
+        file.write(head)
+        total_crc, written_bytes = crc32(head), len(head)
+        for tensor in ordered:
+            own_crc, own_bytes = 0, 0
+            for chunk in tensor.chunks():
+                file.write(chunk)
+                own_crc, total_crc = crc32(chunk, own_crc), crc32(chunk, total_crc)
+                own_bytes += chunk.nbytes
+                on_bytes(chunk.nbytes)
+            if own_bytes != tensor.nbytes:
+                raise AssertionError(f"{tensor.name}: {own_bytes} bytes came, {tensor.nbytes} were promised")
+            sums[tensor.name] = own_crc
+            written_bytes += own_bytes
+    return Written(written_bytes, total_crc, sums)
+
+
+def _header(tensors: list[Outgoing]) -> bytes:
+    """Length field and JSON, padded with spaces so that the data begins on a multiple of 8."""
+    place, entries = 0, {"__metadata__": {"format": "pt"}}
+    for tensor in tensors:
+        entries[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [place, place + tensor.nbytes],
+        }
+        place += tensor.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text

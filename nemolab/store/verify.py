@@ -1,0 +1,227 @@
+"""Is a store what it should be? Byte for byte against its checkpoint, or against the checksums taken when it was made."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from nemolab.checkpoint import Checkpoint, ExpertBytes
+from nemolab.errors import StoreError
+from nemolab.store import direct_io, files
+from nemolab.store.contents import sort_contents
+from nemolab.store.layout import BlockLayout
+from nemolab.store.reader import BlockReader
+from nemolab.store.store import Store
+
+Progress = Callable[[int, int], None]  # (blocks done, blocks in all)
+
+WORKERS = 8
+SAMPLE = 200  # experts compared with the source unless all are asked for
+
+
+@dataclass(frozen=True)
+class VerifyResult:
+    """What was looked at and what differs.
+
+    checked     blocks (experts)
+    mismatches  blocks, dense tensors, global scales and small files that are not what they should be
+    details     one line for each, naming layer, expert and offset in the file
+    """
+
+    checked: int
+    mismatches: int
+    details: list[str]
+
+
+def verify(
+    store: Store | str | Path,
+    *,
+    source: str | Path | None = None,
+    all: bool = False,
+    progress: Progress | None = None,
+) -> VerifyResult:
+    """Check a store.
+
+    source  the checkpoint it was made from: 200 experts spread over the store, or `all`, are un-permuted and compared
+            byte for byte, with every dense tensor, the global scales and the small files. Without it every block and
+            file is re-read and compared with its checksum, `all` or not: that needs no choice, it runs at disk speed.
+    Raises StoreError for what is no store, or one of another model; CheckpointError for a bad source.
+    """
+    store = store if isinstance(store, Store) else Store.open(store)
+    if source is None:
+        return _check_sums(store, progress)
+    return _compare(store, Checkpoint.open(Path(source).expanduser()), all, progress)
+
+
+def sample_blocks(blocks: int, wanted: int = SAMPLE) -> list[int]:
+    """`wanted` block indices spread evenly, the first and the last among them; all of them where there are fewer."""
+    return np.unique(np.linspace(0, blocks - 1, min(wanted, blocks)).round().astype(int)).tolist()
+
+
+def _check_sums(store: Store, progress: Progress | None) -> VerifyResult:
+    sums = _load_checksums(store)
+
+    def check(index: int, reader: BlockReader) -> str:
+        found = files.crc32(_read_block(reader, index))
+        return "" if found == sums[index] else f"{_place(store, index)}: {_sum_differs(found, int(sums[index]))}"
+
+    details = _check_blocks(store, range(store.manifest.blocks), check, progress)
+    for name, record in store.manifest.files.items():
+        recorded = record.get("crc32")
+        if recorded is not None and files.file_crc32(store.path / name) != recorded:
+            details += _find_damaged_tensors(store) if name == files.DENSE else [f"{name}: its checksum is another one"]
+    return VerifyResult(store.manifest.blocks, len(details), details)
+
+
+def _compare(store: Store, checkpoint: Checkpoint, all: bool, progress: Progress | None) -> VerifyResult:
+    config = checkpoint.config
+    shape = (len(config.moe_layers), config.n_experts, config.expert_inter, config.expert_in)
+    if shape != (store.n_layers, store.n_experts, *store.expert_shape):
+        raise StoreError(
+            f"{store.path} holds {store.n_layers} MoE layers of {store.n_experts} experts {store.expert_shape}, "
+            f"{checkpoint.path} has {shape[0]} of {shape[1]} experts {shape[2:]}: it is not its source"
+        )
+    sums = _load_checksums(store)
+
+    def check(index: int, reader: BlockReader) -> str:
+        layer, expert = divmod(index, store.n_experts)
+        block = _read_block(reader, index)
+        published = checkpoint.expert(layer, expert)
+        place = _place(store, index)
+        difference = _find_difference(store.block_layout, block, published)
+        if difference:
+            offset, words = difference
+            return f"{place}, offset {index * store.block_bytes + offset} of {files.EXPERTS}: {words}"
+        scales = np.float32([published.up_scale_2, published.down_scale_2])
+        if not np.array_equal(store.globals[layer, expert], scales):
+            return f"{place}: {files.GLOBALS} holds {store.globals[layer, expert]}, the source {scales}"
+        found = files.crc32(block)
+        return "" if found == sums[index] else f"{place}: {_sum_differs(found, int(sums[index]))}, the bytes agree"
+
+    blocks = range(store.manifest.blocks) if all else sample_blocks(store.manifest.blocks)
+    details = _check_blocks(store, blocks, check, progress)
+    details += _compare_dense(store, checkpoint)
+    for name, path in checkpoint.small_files().items():
+        copied = store.small_file(name)
+        if copied is None or copied.read_bytes() != path.read_bytes():
+            details.append(f"{name}: {'missing' if copied is None else 'another one'}, the source has it")
+    return VerifyResult(len(blocks), len(details), details)
+
+
+def _find_difference(layout: BlockLayout, block: np.ndarray, published: ExpertBytes) -> tuple[int, str] | None:
+    """The first byte of a block that is not what the source says: its offset in the block, and words.
+
+    Down is compared code by code, not by running repack's permutation backwards: a fault in that would hide itself.
+    """
+    for plane, stored in zip(layout.planes, layout.views(block), strict=True):
+        wanted = getattr(published, plane.name)
+        if layout.name == "neuron" and plane.name == "down_scales":
+            wanted = wanted.T
+        if layout.name == "neuron" and plane.name == "down_values":
+            wrong = np.argwhere(_codes(stored) != _codes(wanted).T) // (1, 2)
+        else:
+            wrong = np.argwhere(stored != wanted)
+        if len(wrong):
+            row, byte = (int(coordinate) for coordinate in wrong[0])
+            more = f" (and {len(wrong) - 1:,} places more)" if len(wrong) > 1 else ""
+            offset = plane.offset_bytes + row * plane.shape[1] + byte
+            return (
+                offset,
+                f"{plane.name} row {row} byte {byte} is {int(stored[row, byte]):#04x}, not as published{more}",
+            )
+    padding = np.flatnonzero(block[layout.payload_bytes :])
+    if len(padding):
+        return layout.payload_bytes + int(padding[0]), "the padding is not zero"
+    return None
+
+
+def _codes(packed: np.ndarray) -> np.ndarray:
+    """uint8 [R, C/2] -> 4-bit codes [R, C], low nibble first."""
+    return np.stack([packed & 0x0F, packed >> 4], axis=-1).reshape(packed.shape[0], -1)
+
+
+def _compare_dense(store: Store, checkpoint: Checkpoint) -> list[str]:
+    wanted = {entry.name: entry for entry in sort_contents(checkpoint).dense}
+    details = [f"{files.DENSE}: {name} is missing" for name in wanted if name not in store.dense_tensors]
+    for name, stored in store.dense_tensors.items():
+        entry = wanted.get(name)
+        if entry is None:
+            details.append(f"{files.DENSE}: {name} is not in the source")
+        elif (entry.dtype, entry.shape) != (stored.dtype, stored.shape):
+            details.append(
+                f"{files.DENSE}: {name} is {stored.dtype} {list(stored.shape)}, "
+                f"the source has {entry.dtype} {list(entry.shape)}"
+            )
+        else:
+            pairs = zip(
+                store.dense_chunks(name, files.CHUNK_BYTES),
+                checkpoint.read_chunks(name, files.CHUNK_BYTES),
+                strict=True,
+            )
+            for number, (here, there) in enumerate(pairs):
+                if not np.array_equal(here, there):
+                    byte = number * files.CHUNK_BYTES + int(np.flatnonzero(here != there)[0])
+                    details.append(f"{files.DENSE}: {name} differs at offset {stored.offset_bytes + byte}")
+                    break
+    return details
+
+
+def _find_damaged_tensors(store: Store) -> list[str]:
+    """The dense file is not what it was: which tensors are not."""
+    details = []
+    for name, entry in store.dense_tensors.items():
+        found = 0
+        for chunk in store.dense_chunks(name, files.CHUNK_BYTES):
+            found = files.crc32(chunk, found)
+        if found != store.manifest.dense_crc32.get(name):
+            details.append(f"{files.DENSE}: {name} ({entry.nbytes} bytes at offset {entry.offset_bytes}) is damaged")
+    return details or [
+        f"{files.DENSE}: its checksum is another one, though every tensor's is right: the header is damaged"
+    ]
+
+
+def _check_blocks(
+    store: Store, blocks: Sequence[int], check: Callable[[int, BlockReader], str], progress: Progress | None
+) -> list[str]:
+    """Run `check` on each block, several at a time; what it found, in the order of the blocks."""
+    details = []
+    pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="nemolab-verify")
+    with store.open_reader(threads=1, announce=lambda line: None) as reader:
+        try:
+            for number, detail in enumerate(pool.map(check, blocks, itertools.repeat(reader)), start=1):
+                if detail:
+                    details.append(detail)
+                if progress is not None:
+                    progress(number, len(blocks))
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+    return details
+
+
+def _read_block(reader: BlockReader, index: int) -> np.ndarray:
+    block = direct_io.aligned_buffer(reader.block_bytes)
+    reader.read_into(index, block)
+    return block
+
+
+def _load_checksums(store: Store) -> np.ndarray:
+    path = store.path / files.CHECKSUMS
+    try:
+        sums = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as problem:
+        raise StoreError(f"{path}: not a readable array ({problem})") from problem
+    if sums.dtype != np.uint32 or sums.shape != (store.manifest.blocks,):
+        raise StoreError(f"{path}: {sums.dtype} {list(sums.shape)}; uint32 [{store.manifest.blocks}] was expected")
+    return sums
+
+
+def _place(store: Store, index: int) -> str:
+    layer, expert = divmod(index, store.n_experts)
+    return f"layer {store.config.moe_layers[layer]}, expert {expert} (block {index} at {index * store.block_bytes})"
+
+
+def _sum_differs(found: int, recorded: int) -> str:
+    return f"checksum {found:#010x}, recorded {recorded:#010x}"
