@@ -20,8 +20,9 @@ PREFIXES = {
     "model.": "",
 }
 
-_VISION_PREFIXES = ("vision_model.", "vision_projector.", "mlp1.")
-_VISION_ROOTS = ("", "model.")
+_VISION_PREFIXES = tuple(
+    root + name for root in ("", "model.") for name in ("vision_model.", "vision_projector.", "mlp1.")
+)
 
 
 def find_prefix(names: Iterable[str]) -> str:
@@ -54,4 +55,4 @@ def is_mtp(canonical: str) -> bool:
 
 def is_vision(canonical: str) -> bool:
     """True for the vision tower and its projector, in either layout."""
-    return any(canonical.startswith(root + prefix) for root in _VISION_ROOTS for prefix in _VISION_PREFIXES)
+    return canonical.startswith(_VISION_PREFIXES)

@@ -62,13 +62,8 @@ def _read_index(path: Path) -> tuple[dict[str, str], int | None]:
         raise CheckpointError(f"{path} has no weight_map; an object of tensor name -> file name was expected")
     for name, file in weight_map.items():
         # A path in the map could lead out of the folder: only plain names are followed.
-        if (
-            not isinstance(file, str)
-            or "/" in file
-            or "\\" in file
-            or "\0" in file
-            or not file.endswith(".safetensors")
-        ):
+        plain = isinstance(file, str) and file.isprintable() and not {"/", "\\"} & set(file)
+        if not plain or not file.endswith(".safetensors"):
             raise CheckpointError(
                 f"{path}: {name!r} is mapped to {str(file)[:80]!r}; the plain name of a .safetensors file was expected"
             )
