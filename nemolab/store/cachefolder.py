@@ -12,7 +12,7 @@ from nemolab import paths
 from nemolab.checkpoint import Checkpoint
 from nemolab.errors import StoreError
 from nemolab.store import contents, files
-from nemolab.store.manifest import VERSION
+from nemolab.store.manifest import VERSION, Manifest
 from nemolab.store.reader import to_stderr
 from nemolab.store.repack import Progress, repack
 
@@ -31,7 +31,7 @@ def ensure_store(
     """
     checkpoint = Checkpoint.open(Path(checkpoint_path).expanduser())
     folder = store_folder(checkpoint, layout)
-    if (folder / files.MANIFEST).exists():
+    if _is_sound(folder):
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -43,7 +43,9 @@ def ensure_store(
         ) from problem
     try:
         _wait_for(lock, folder, announce)
-        if not (folder / files.MANIFEST).exists():
+        if not _is_sound(folder):
+            # A manifest beside files of other sizes: the folder is ours, so it is made again.
+            (folder / files.MANIFEST).unlink(missing_ok=True)
             announce(f"no store was named: making one of {paths.shown(checkpoint.path)} in {paths.shown(folder)}")
             repack(checkpoint.path, folder, layout=layout, announce=announce, progress=progress or _bar())
     finally:
@@ -56,6 +58,14 @@ def store_folder(checkpoint: Checkpoint, layout: str) -> Path:
     source = contents.fingerprint(checkpoint)
     digest = hashlib.sha256(json.dumps([VERSION, layout, source], sort_keys=True).encode()).hexdigest()[:16]
     return paths.cache_folder() / "stores" / f"{source['name']}-{layout}-{digest}"
+
+
+def _is_sound(folder: Path) -> bool:
+    try:
+        Manifest.read(folder)
+    except StoreError:
+        return False
+    return True
 
 
 def _wait_for(lock: int, folder: Path, announce: Callable[[str], None]) -> None:

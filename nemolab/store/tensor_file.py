@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from nemolab.checkpoint.safetensors_header import DTYPE_BITS
+from nemolab.errors import StoreError
 from nemolab.store.files import crc32, finished_file
 
 
@@ -54,7 +55,7 @@ def write_tensor_file(
                 own_bytes += chunk.nbytes
                 on_bytes(chunk.nbytes)
             if own_bytes != tensor.nbytes:
-                raise AssertionError(f"{tensor.name}: {own_bytes} bytes came, {tensor.nbytes} were promised")
+                raise StoreError(f"{path}: {tensor.name}: {own_bytes} bytes came, {tensor.nbytes} were promised")
             sums[tensor.name] = own_crc
             written_bytes += own_bytes
     return Written(written_bytes, total_crc, sums)

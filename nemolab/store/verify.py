@@ -1,4 +1,4 @@
-"""Is a store what it should be? Byte for byte against its checkpoint, or against the checksums taken when it was made."""
+"""Is a store what it should be? Byte for byte against its checkpoint, or against the checksums it was made with."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -128,10 +128,8 @@ def _find_difference(layout: BlockLayout, block: np.ndarray, published: ExpertBy
             row, byte = (int(coordinate) for coordinate in wrong[0])
             more = f" (and {len(wrong) - 1:,} places more)" if len(wrong) > 1 else ""
             offset = plane.offset_bytes + row * plane.shape[1] + byte
-            return (
-                offset,
-                f"{plane.name} row {row} byte {byte} is {int(stored[row, byte]):#04x}, not as published{more}",
-            )
+            what = f"{plane.name} row {row} byte {byte} is {int(stored[row, byte]):#04x}"
+            return offset, f"{what}, not as published{more}"
     padding = np.flatnonzero(block[layout.payload_bytes :])
     if len(padding):
         return layout.payload_bytes + int(padding[0]), "the padding is not zero"
@@ -177,10 +175,8 @@ def _find_damaged_tensors(store: Store) -> list[str]:
         for chunk in store.dense_chunks(name, files.CHUNK_BYTES):
             found = files.crc32(chunk, found)
         if found != store.manifest.dense_crc32.get(name):
-            details.append(f"{files.DENSE}: {name} ({entry.nbytes} bytes at offset {entry.offset_bytes}) is damaged")
-    return details or [
-        f"{files.DENSE}: its checksum is another one, though every tensor's is right: the header is damaged"
-    ]
+            details.append(f"{files.DENSE}: {name} is damaged ({entry.nbytes} bytes at offset {entry.offset_bytes})")
+    return details or [f"{files.DENSE}: every tensor's checksum is right, the file's is not: its header is damaged"]
 
 
 def _check_blocks(
