@@ -55,12 +55,14 @@ def read_published(path: str | Path | None = None) -> list[Published]:
         # Values and scales depend on the number of parameters alone, so one long row stands for all matrices.
         counted = matrix_bytes(1, model.expert_params, model.format)
         if counted != model.expert_bytes:
-            raise NemolabError(f"{path}: {model.name} states {model.expert_bytes:,} bytes an expert, counted {counted:,}")
+            raise NemolabError(
+                f"{path}: {model.name} states {model.expert_bytes:,} bytes an expert, counted {counted:,}"
+            )
     return models
 
 
 def compare_models(model: str | Path | None = None) -> pd.DataFrame:
-    """One row a model: the checkpoint at `model` (default: the one in use, `data/tiny`), Super, Nano, and published ones.
+    """One row a model: the checkpoint at `model` (default: the one in use), Super, Nano, and published ones.
 
     Columns: model, moe_layers, experts, top_k, expert_format, expert_bytes, pages_per_expert, bytes_per_token,
     gb_per_token (10^9), gib_per_token (2^30), routed_bytes, routed_gib, dense_gib (NaN where it is not published),
@@ -70,7 +72,7 @@ def compare_models(model: str | Path | None = None) -> pd.DataFrame:
 
     folder = paths.model_folder(model)
     counted = [plan(folder)] + [plan(paths.configs_folder() / name) for name in COUNTED_CONFIGS]
-    rows = [_row(p.name, p, p.expert_format, "counted", p.source) | {"dense_gib": p.dense_bytes / 2**30} for p in counted]
+    rows = [_row(p.name, p, p.experts_as, "counted", p.source) | {"dense_gib": p.dense_bytes / 2**30} for p in counted]
     rows += [_row(p.name, p, p.format, "published, recomputed", p.source) for p in read_published()]
     return pd.DataFrame(rows)
 

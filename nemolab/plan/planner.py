@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemolab.checkpoint.config import ModelConfig
 from nemolab.checkpoint.formats import matrix_bytes
+from nemolab.checkpoint.structure import EMBEDDINGS
 from nemolab.errors import CheckpointError, UsageError
-from nemolab.plan.geometry import kv_bytes_per_token, mamba_state_bytes, module_shapes
-from nemolab.plan.precision import DEFAULT_EXPERTS_AS, module_bytes, read_precision, scalar_bytes
 from nemolab.paths import shown
+from nemolab.plan.geometry import kind_of, kv_bytes_per_token, mamba_state_bytes, module_shapes
+from nemolab.plan.precision import DEFAULT_EXPERTS_AS, module_bytes, read_precision, scalar_bytes
 from nemolab.units import show_bytes
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from nemolab.checkpoint import Checkpoint
 
 PAGE_BYTES = 4096
@@ -24,19 +27,30 @@ NOT_DENSE = (ROUTED, "mtp", "vision")
 
 
 @dataclass(frozen=True)
+class Share:
+    """Bytes of all modules of one kind in one format; a quantised module's scalars are in them."""
+
+    part: str
+    module: str
+    format: str
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """What a model weighs and what one token reads of it.
 
-    expert_bytes         one routed expert: packed values and block scales, unpadded, without scalars
-    pages_per_expert     expert_bytes / 4096, fractional where experts are no whole pages
-    bytes_per_token      moe_layers x top_k x expert_bytes: read per token where nothing is cached
-    routed_bytes         moe_layers x experts x expert_bytes
-    routed_scalar_bytes  the F32 scalars of all routed experts: in no part, since a store keeps the factors in a side table
-    dense_bytes          all that is not routed, embeddings and scalars included, without MTP and vision
-    dense_bytes_per_token  the same with one row of the embedding table in place of all (all of it where it is the head too)
-    parts                bytes by part; `routed` is routed_bytes, the rest of them but mtp and vision add up to dense_bytes
-    formats              {part: {format: bytes}}, which add up to parts
-    mamba_state_bytes    state of one sequence, whatever its length; kv_bytes_per_token comes on top (BF16)
+    expert_bytes           one routed expert: packed values and block scales, unpadded, without scalars
+    pages_per_expert       expert_bytes / 4096, fractional where experts are no whole pages
+    bytes_per_token        moe_layers x top_k x expert_bytes: read per token where nothing is cached
+    routed_bytes           moe_layers x experts x expert_bytes
+    routed_scalar_bytes    the F32 scalars of all routed experts: in no part, as a store keeps them in a side table
+    dense_bytes            all that is not routed, embeddings and scalars included, without MTP and vision
+    dense_bytes_per_token  of that, what a token reads: one row of the embedding table, unless the table is the head too
+    parts                  bytes by part; routed is routed_bytes, the others but mtp and vision make up dense_bytes
+    split                  the same, finer: bytes by part, kind of module and format
+    mamba_state_bytes      state of one sequence, whatever its length; kv_bytes_per_token comes on top (BF16)
+    assumptions            how the formats were known, and what of the input was left aside or contradicts itself
     """
 
     name: str
@@ -47,7 +61,7 @@ class Plan:
     experts: int
     top_k: int
     expert_params: int
-    expert_format: str
+    experts_as: str
     expert_bytes: int
     pages_per_expert: float
     bytes_per_token: int
@@ -56,24 +70,32 @@ class Plan:
     dense_bytes: int
     dense_bytes_per_token: int
     parts: dict[str, int]
-    formats: dict[str, dict[str, int]]
+    split: tuple[Share, ...]
     mamba_state_bytes: int
     kv_bytes_per_token: int
     assumptions: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON types; whole numbers of pages as integers."""
-        result = asdict(self) | {"assumptions": list(self.assumptions)}
+        result = asdict(self) | {"assumptions": list(self.assumptions), "split": [asdict(s) for s in self.split]}
         if self.pages_per_expert == int(self.pages_per_expert):
             result["pages_per_expert"] = int(self.pages_per_expert)
         return result
+
+    def frame(self) -> pd.DataFrame:
+        """The split as a DataFrame [part, module, format, bytes, gib], largest first."""
+        import pandas as pd
+
+        frame = pd.DataFrame([asdict(share) for share in self.split])
+        frame["gib"] = frame["bytes"] / 2**30
+        return frame.sort_values("bytes", ascending=False, kind="stable", ignore_index=True)
 
     def __str__(self) -> str:
         layers = ", ".join(f"{count} {kind}" for kind, count in self.layers.items() if count)
         lines = [
             f"{self.name} ({self.model_type}; {layers})",
             f"  one expert    {self.expert_bytes:,} bytes = {self.pages_per_expert:,.6g} pages"
-            f" ({self.expert_params:,} parameters in {self.expert_format})",
+            f" ({self.expert_params:,} parameters in {self.experts_as})",
             f"  one token     {self.moe_layers} layers x {self.top_k} of {self.experts} experts"
             f" = {self.bytes_per_token:,} bytes = {_show_traffic(self.bytes_per_token)}",
             f"  all experts   {self.routed_bytes:,} bytes = {show_bytes(self.routed_bytes)}",
@@ -86,22 +108,25 @@ class Plan:
         return "\n".join(lines + [f"note: {assumption}" for assumption in self.assumptions])
 
     def _part_lines(self) -> list[str]:
-        rows = sorted(self.parts.items(), key=lambda item: -item[1])
         width = max(len(part) for part in self.parts)
-        return [
-            f"  {part:<{width}}  {show_bytes(size):>11}  "
-            + ", ".join(f"{name} {show_bytes(count)}" for name, count in sorted(self.formats[part].items()))
-            for part, size in rows
-        ]
+        lines = []
+        for part, size in sorted(self.parts.items(), key=lambda item: -item[1]):
+            by_format: Counter[str] = Counter()
+            for share in self.split:
+                if share.part == part:
+                    by_format[share.format] += share.bytes
+            of = ", ".join(f"{format} {show_bytes(count)}" for format, count in by_format.most_common())
+            lines.append(f"  {part:<{width}}  {show_bytes(size):>11}  {of}")
+        return lines
 
 
 def plan(path: str | Path, experts_as: str | None = None) -> Plan:
     """Count a checkpoint folder or a bare config.json of the Nemotron-H family.
 
-    experts_as  format of the routed experts of a bare config: nvfp4 (default), mxfp4, fp8, bf16. Of a folder the tensors
-                decide, and the result says that the option was not used.
+    experts_as  format of the routed experts of a bare config: nvfp4 (default), mxfp4, fp8, bf16. The tensors of a
+                folder decide for themselves, and the result says that the option was not used.
 
-    Raises CheckpointError for a path that is neither, a config of another family, or experts that are not all of one form.
+    Raises CheckpointError for a path that is neither, a config of another family, experts that are not of one form.
     """
     path = Path(path)
     if path.is_dir():
@@ -129,19 +154,20 @@ def _plan_folder(path: Path, experts_as: str | None) -> Plan:
 def plan_checkpoint(checkpoint: Checkpoint, experts_as: str | None = None) -> Plan:
     """Count an open checkpoint by its tensors; as `plan`."""
     config = checkpoint.config
-    formats: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    split: Counter[tuple[str, str, str]] = Counter()
     experts: dict[str, list] = defaultdict(list)  # "backbone.layers.1.mixer.experts.0" -> its matrices
     for module in checkpoint.modules.values():
         if module.part == ROUTED:
             experts[module.name.rpartition(".")[0]].append(module)
         else:
-            formats[module.part][module.format] += module.nbytes
+            split[module.part, kind_of(module.name, module.part), module.format] += module.nbytes
     form = _same_form({place: _expert_form(modules) for place, modules in experts.items()}, str(checkpoint.path))
     expected = len(config.moe_layers) * config.n_experts
     if len(experts) != expected:
         raise CheckpointError(f"{checkpoint.path}: {len(experts)} routed experts found, the config says {expected}")
     block_bytes = sum(size for _, _, size in form)
     scalars = sum(module.nbytes for modules in experts.values() for module in modules) - expected * block_bytes
+    embeddings = checkpoint.modules[EMBEDDINGS]
     assumptions = list(checkpoint.notes)
     if experts_as:
         assumptions.append(f"experts_as {experts_as} was not used: the tensors of a folder decide")
@@ -151,8 +177,8 @@ def plan_checkpoint(checkpoint: Checkpoint, experts_as: str | None = None) -> Pl
         source=f"tensors of {shown(checkpoint.path)}",
         expert_form=form,
         routed_scalar_bytes=scalars,
-        formats=formats,
-        row_bytes=_row_bytes(checkpoint.modules.get("backbone.embeddings")),
+        split=split,
+        row_bytes=embeddings.nbytes // embeddings.shape[0],
         assumptions=assumptions,
     )
 
@@ -167,7 +193,7 @@ def plan_config(config: ModelConfig, experts_as: str | None = None, where: str =
         assumptions.append(f"{len(unused)} of its entries name no module of this model, such as {unused[0]}")
     if experts_as and experts_as not in ("nvfp4", "mxfp4", "fp8", "bf16"):
         raise UsageError(f"experts_as is {experts_as!r}; nvfp4, mxfp4, fp8 or bf16 was expected")
-    formats: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    split: Counter[tuple[str, str, str]] = Counter()
     forms: dict[str, tuple] = {}
     scalars = 0
     stated: set[str | None] = set()
@@ -182,7 +208,8 @@ def plan_config(config: ModelConfig, experts_as: str | None = None, where: str =
             scalars += scalar_bytes(module, format, precision)
         else:
             format = precision.format_of(module)
-            formats[module.part][format] += module_bytes(module, format) + scalar_bytes(module, format, precision)
+            size = module_bytes(module, format) + scalar_bytes(module, format, precision)
+            split[module.part, module.kind, format] += size
     form = _same_form(forms, where)
     assumptions.insert(0, _experts_sentence(experts_as, stated - {None}))
     if config.num_nextn_predict_layers:
@@ -193,7 +220,7 @@ def plan_config(config: ModelConfig, experts_as: str | None = None, where: str =
         source=f"arithmetic from {shown(where)}",
         expert_form=form,
         routed_scalar_bytes=scalars,
-        formats=formats,
+        split=split,
         row_bytes=config.hidden_size * 2,
         assumptions=assumptions,
     )
@@ -244,10 +271,6 @@ def _show_form(form: tuple) -> str:
     return " + ".join(f"{format} {list(shape)}" for format, shape, _ in form)
 
 
-def _row_bytes(embeddings) -> int:
-    return embeddings.nbytes // embeddings.shape[0] if embeddings else 0
-
-
 def _assemble(
     config: ModelConfig,
     *,
@@ -255,19 +278,22 @@ def _assemble(
     source: str,
     expert_form: tuple,
     routed_scalar_bytes: int,
-    formats: dict[str, dict[str, int]],
+    split: Counter[tuple[str, str, str]],
     row_bytes: int,
     assumptions: list[str],
 ) -> Plan:
     expert_bytes = sum(size for _, _, size in expert_form)
     moe_layers = len(config.moe_layers)
-    routed: dict[str, int] = defaultdict(int)
+    routed: Counter[tuple[str, str, str]] = Counter()
     for format, _, size in expert_form:
-        routed[format] += moe_layers * config.n_experts * size
-    formats = {ROUTED: dict(routed), **{part: dict(by_format) for part, by_format in formats.items()}}
-    parts = {part: sum(by_format.values()) for part, by_format in formats.items()}
+        routed[ROUTED, "experts", format] += moe_layers * config.n_experts * size
+    shares = tuple(Share(*key, size) for key, size in (routed + split).items())
+    parts: Counter[str] = Counter()
+    for share in shares:
+        parts[share.part] += share.bytes
     dense_bytes = sum(size for part, size in parts.items() if part not in NOT_DENSE)
-    table_bytes = 0 if config.tie_word_embeddings else parts.get("embeddings", 0) - row_bytes
+    # Without a head of its own the model reads the whole table again for the logits.
+    table_bytes = parts["embeddings"] - row_bytes if "head" in parts else 0
     return Plan(
         name=name,
         source=source,
@@ -277,7 +303,7 @@ def _assemble(
         experts=config.n_experts,
         top_k=config.top_k,
         expert_params=sum(rows * columns for _, (rows, columns), _ in expert_form),
-        expert_format="+".join(dict.fromkeys(format for format, _, _ in expert_form)),
+        experts_as="+".join(dict.fromkeys(format for format, _, _ in expert_form)),
         expert_bytes=expert_bytes,
         pages_per_expert=expert_bytes / PAGE_BYTES,
         bytes_per_token=moe_layers * config.top_k * expert_bytes,
@@ -285,8 +311,8 @@ def _assemble(
         routed_scalar_bytes=routed_scalar_bytes,
         dense_bytes=dense_bytes,
         dense_bytes_per_token=dense_bytes - table_bytes,
-        parts=parts,
-        formats=formats,
+        parts=dict(parts),
+        split=shares,
         mamba_state_bytes=mamba_state_bytes(config),
         kv_bytes_per_token=kv_bytes_per_token(config),
         assumptions=tuple(assumptions),

@@ -67,7 +67,7 @@ class Precision:
         return any(fnmatchcase(part, pattern) for part in _containers(name) for pattern in self.ignored)
 
     def unused(self, modules: list[ModuleShape]) -> list[str]:
-        """Entries of this source that name no module: a misspelt kind, a layer of another type, another model's table."""
+        """Entries that name no module: a misspelt kind, a layer of another type, another model's table."""
         kinds = {(m.kind, layer) for m in modules for layer in (m.layer, None)}
         names = {name for module in modules for name in _containers(_one_expert(module.name))}
         left = [kind if layer is None else f"{kind} of layer {layer}" for kind, layer in self.by_kind]
@@ -94,13 +94,14 @@ def read_precision(raw: dict[str, Any], where: str) -> Precision:
 
 def module_bytes(module: ModuleShape, format: str) -> int:
     """Bytes of a module's values and block scales in a format, all copies; biases in BF16; without scalars."""
+    bias_bytes = 2 * module.shape[0] if module.biased else 0
     if not module.linear:
         sizes = {"bf16": 2, "f16": 2, "f32": 4}
         if format not in sizes:
             raise CheckpointError(f"{module.name} is no linear module and cannot be counted as {format!r}")
-        return module.params * sizes[format] + 2 * module.bias
+        return module.params * sizes[format] + bias_bytes
     try:
-        return module.copies * (matrix_bytes(*module.shape, format) + 2 * module.bias)
+        return module.copies * (matrix_bytes(*module.shape, format) + bias_bytes)
     except CheckpointError as error:
         raise CheckpointError(f"{module.name} {list(module.shape)}: {error}") from error
 

@@ -1,0 +1,159 @@
+"""The claims ledger: complete, honest in form, and its arithmetic recomputed, one test for each claim that has any."""
+
+from dataclasses import replace
+
+import pytest
+
+from nemolab.errors import NemolabError
+from nemolab.paths import configs_folder
+from nemolab.plan import check_claims, claims_table, compare_models, plan, read_claims
+from nemolab.plan.claims import CLAIM_IDS, COLUMNS, VERDICTS, Claim
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def large():
+    """Nemotron-3-Super, whose routed experts are those of 3.5-Super."""
+    return plan(configs_folder() / "nemotron-3-super.json")
+
+
+@pytest.fixture(scope="module")
+def published():
+    return compare_models().set_index("model")
+
+
+def ledger(claim_id, verdict):
+    """Our figure as the ledger states it."""
+    (found,) = [claim for claim in read_claims() if claim.claim == claim_id and claim.verdict == verdict]
+    return found.ours
+
+
+# The ledger's form.
+
+
+def test_the_ledger_is_complete_and_points_at_things_that_exist(root_path):
+    assert check_claims(read_claims(), root_path) == []
+
+
+def test_every_claim_of_the_articles_is_there():
+    assert {claim.claim for claim in read_claims()} == set(CLAIM_IDS)
+    assert len(CLAIM_IDS) == 20 + 10
+
+
+GOOD = Claim("A1", "theirs", "ours", "reproduced", "tests/test_claims.py::test_a1_layers_and_experts")
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"claim": "A21"}, "no such claim"),
+        ({"verdict": "confirmed"}, "verdict 'confirmed' is none of"),
+        ({"theirs": " "}, "what they claim is not said"),
+        ({"ours": ""}, "no figure of ours"),
+        ({"where": "tests/test_claims.py::test_nothing"}, "has no 'test_nothing'"),
+        ({"where": "tests/test_nothing.py"}, "no file"),
+        ({"where": "somewhere"}, "no file"),
+        ({"where": "notebooks/99_nothing.ipynb"}, "no file"),
+        ({"where": "nemolab plan data/configs/nothing.json"}, "no data/configs/nothing.json"),
+        ({"where": "nemolab.plan.nothing"}, "no function"),
+        ({"verdict": "open", "where": "later"}, "instead of what it"),
+    ],
+    ids=str,
+)
+def test_the_check_can_fail(change, fault, root_path):
+    others = [replace(GOOD, claim=claim_id) for claim_id in CLAIM_IDS]
+    assert check_claims(others, root_path) == []
+    (found,) = check_claims([*others, replace(GOOD, **change)], root_path)
+    assert fault in found
+
+
+def test_a_missing_or_doubled_claim_is_found(root_path):
+    assert check_claims([GOOD], root_path)[0] == "A2 is missing"
+    assert any("2 times" in fault for fault in check_claims([GOOD, GOOD], root_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "first line"),
+        ("claim,theirs\n", "first line"),
+        (",".join(COLUMNS) + "\nA1,one, unquoted,comma,open,needs x\n", "row 2: 6 columns"),
+    ],
+)
+def test_a_broken_file_is_refused(text, message, tmp_path):
+    (tmp_path / "claims.csv").write_text(text)
+    with pytest.raises(NemolabError, match=message):
+        read_claims(tmp_path / "claims.csv")
+
+
+def test_the_table_shows_every_row_and_the_counts():
+    claims = read_claims()
+    table = claims_table([*claims, replace(GOOD, theirs="a|b")])
+    assert table.splitlines()[2] == "| claim | theirs | ours | verdict | where |"
+    assert len(table.splitlines()) == 4 + len(claims) + 1
+    assert r"a\|b" in table
+    assert all(f" {verdict}" in table.splitlines()[0] for verdict in VERDICTS)
+
+
+# The arithmetic, one test a claim; `where` in the ledger names them.
+
+
+def test_a1_layers_and_experts(large):
+    assert large.layers == {"mamba": 40, "moe": 40, "attention": 8, "mlp": 0}
+    assert (large.experts, large.top_k) == (512, 22)
+    assert large.expert_params == 2 * 2688 * 1024, "two matrices, so no gate; 1024 wide in a model of 4096"
+
+
+def test_a2_block_of_756_pages(large):
+    assert large.expert_bytes == 3_096_576 == 756 * 4096
+    assert round(large.expert_bytes / 1e6, 2) == 3.10
+    assert "3,096,576" in ledger("A2", "reproduced")
+
+
+def test_a3_bytes_per_token(large, published):
+    assert large.bytes_per_token == 22 * 40 * 3_096_576
+    assert round(large.bytes_per_token / 1e9, 1) == 2.7
+    assert round(published.loc["Qwen3.8-Flash-Next", "gb_per_token"], 1) == 1.3
+    assert f"{large.bytes_per_token:,}" in ledger("A3", "reproduced")
+
+
+def test_a3_deepseek_is_gib_not_gb(published):
+    row = published.loc["DeepSeek-V4.1-Flash"]
+    assert round(row["gib_per_token"], 1) == 4.2
+    assert round(row["gb_per_token"], 1) == 4.5
+    assert f"{row['bytes_per_token']:,}" in ledger("A3", "contradicted")
+
+
+def test_a4_routed_total(large):
+    assert large.routed_bytes == 59.0625 * GIB
+    assert f"{large.routed_bytes:,}" in ledger("A4", "reproduced")
+
+
+def test_a4_dense_part(large):
+    newer = plan(configs_folder() / "nemotron-3.5-super.json")
+    for counted, stated in ((newer, ("6.56", "7.56")), (large, ("9.24", "10.24"))):
+        without = counted.dense_bytes - counted.parts["embeddings"]
+        assert (f"{without / GIB:.2f}", f"{counted.dense_bytes / GIB:.2f}") == stated
+        assert all(figure in ledger("A4", "in kind") for figure in stated)
+    assert newer.routed_bytes == large.routed_bytes
+
+
+def test_a8_up_and_groups_of_down(large):
+    up_bytes = 2688 * 1024 * 9 // 16
+    group_bytes = 16 * 1024 // 2 + 1024  # 16 neurons of 1024 four-bit values, and their scales
+    assert up_bytes == (2688 // 16) * group_bytes == large.expert_bytes // 2 == 1_548_288
+    assert f"{up_bytes:,}" in ledger("A8", "reproduced")
+
+
+def test_a12_snapshot(large):
+    assert round(large.mamba_state_bytes / 1e6, 1) == 171.0
+    assert large.kv_bytes_per_token == 8_192
+    assert "171.0 MB" in ledger("A12", "reproduced")
+
+
+def test_b1_qwen_block(published):
+    row = published.loc["Qwen3.8-Flash-Next"]
+    assert row["expert_bytes"] == 3 * 2560 * 640 * 9 // 16 == 675 * 4096
+    assert (row["moe_layers"], row["experts"], row["top_k"]) == (48, 512, 10)
+    assert f"{row['bytes_per_token']:,}" in ledger("B1", "reproduced")
