@@ -81,9 +81,10 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except BrokenPipeError:
-        # The reader of our output left (`| head`). Python would complain once more while it flushes at exit.
+        # The reader of our output left (`| head`): quiet, as click is where it notices it first. Without this,
+        # Python would complain once more while it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        return 1
     except (KeyboardInterrupt, click.Abort) as error:
         return _fail(settings, error, "interrupted", 130)
     except click.ClickException as error:

@@ -1,11 +1,15 @@
 """`nemolab chat`: one answer, or a conversation in the terminal."""
 
+import contextlib
+import signal
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import click
 
-from nemolab.commands.verb import Answer, checkpoint_argument, settings, verb
-from nemolab.errors import UsageError
+from nemolab.commands.verb import Answer, FiniteRange, checkpoint_argument, say, settings, verb
+from nemolab.errors import NemolabError, UsageError
 from nemolab.units import Budget, parse_budget, show_bytes
 
 
@@ -27,8 +31,8 @@ def _budget(context, parameter, value) -> Budget | None:
     help="RAM for experts: 4GiB, 500MiB, 2GB or 48slots (blocks). Default: the engine's choice.",
 )
 @click.option("--store", default=None, metavar="STORE", help="Use this store; else one is made in the cache folder.")
-@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True)
+@click.option("--temperature", type=FiniteRange(min=0), default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--top-p", type=FiniteRange(0, 1, min_open=True), default=1.0, show_default=True)
 @click.option("--top-k", type=click.IntRange(min=0), default=0, show_default=True, help="0 is no limit.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the sampling.")
 def chat(path, prompt, max_tokens, think, ram_cache, store, temperature, top_p, top_k, seed):
@@ -57,36 +61,112 @@ def chat(path, prompt, max_tokens, think, ram_cache, store, temperature, top_p, 
         "top_k": top_k,
         "seed": seed,
     }
+    store = Path(store).expanduser() if store else None
     with Engine(path, ram_cache_gib=budget.gib, ram_cache_slots=budget.slots, store=store) as engine:
+        for note in engine.notes:
+            say(f"note: {note}")
         if prompt is None:
-            return _converse(engine, ask)
-        result = engine.chat([{"role": "user", "content": prompt}], **ask)
-    data = {
-        "text": result.text,
-        "reasoning": result.reasoning,
-        "prompt_tokens": result.prompt_tokens,
-        "completion_tokens": result.completion_tokens,
-        "stats": result.stats,
-    }
-    reasoning = f"[thinking] {result.reasoning}\n\n" if result.reasoning else ""
-    return Answer(data, reasoning + result.text + "\n\n" + _footer(result))
+            Conversation(engine, ask).run()
+            return Answer({})
+        messages = [{"role": "user", "content": prompt}]
+        if settings().as_json:
+            result = engine.chat(messages, **ask)
+        else:
+            result = write_answer(engine.chat(messages, stream=True, **ask))
+    return Answer({name: getattr(result, name) for name in RESULT}, footer(result))
 
 
-def _converse(engine, ask: dict) -> Answer:
-    raise NotImplementedError
+RESULT = ("text", "reasoning", "prompt_tokens", "completion_tokens", "finish_reason", "stats")
 
 
-def _footer(result) -> str:
-    phases = []
-    for phase in ("prefill", "decode"):
-        counts = result.stats.get(phase, {})
+class Conversation:
+    """Lines in, answers out, until /quit or the end of the input."""
+
+    def __init__(self, engine, ask: dict):
+        self.engine, self.ask = engine, ask
+        self.messages: list[dict] = []
+
+    def run(self) -> None:
+        if sys.stdin.isatty():
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: F401  line editing and history for input()
+            say("/quit or Ctrl-D leaves, /new starts afresh, Ctrl-C stops an answer")
+        while (line := self._read()) is not None:
+            word = line.strip()
+            if word in ("/quit", "/exit"):
+                return
+            if word == "/new":
+                self.messages.clear()
+                say("a new conversation")
+            elif word.startswith("/"):
+                say(f"no such command: {word.split()[0]}; there are /quit and /new")
+            elif word:
+                self._answer(line)
+
+    def _read(self) -> str | None:
+        try:
+            return input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            click.echo()
+            return None
+
+    def _answer(self, line: str) -> None:
+        messages = [*self.messages, {"role": "user", "content": line}]
+        try:
+            with _interruptible() as interrupted:
+                result = write_answer(self.engine.chat(messages, stream=True, **self.ask), interrupted)
+        except NemolabError as error:  # most likely too long: the conversation so far is still good
+            say(f"{error}; /new starts afresh")
+            return
+        say(footer(result) if result.stats else "[stopped]")
+        self.messages = [*messages, {"role": "assistant", "content": result.text}]
+
+
+def write_answer(pieces: Iterator, interrupted: list | None = None):
+    """Write an answer as it grows, reasoning set apart; returns the result, what there was of it when interrupted."""
+    from nemolab.engine import ChatResult
+
+    text = reasoning = ""
+    for piece in pieces:
+        if piece.result is not None:
+            click.echo("\n" if text else "")
+            return piece.result
+        if piece.reasoning:
+            click.echo(piece.reasoning if reasoning else f"[thinking] {piece.reasoning}", nl=False)
+        if piece.text:
+            click.echo(piece.text if text or not reasoning else f"\n[answer] {piece.text}", nl=False)
+        text, reasoning = text + piece.text, reasoning + piece.reasoning
+        if interrupted:
+            break
+    click.echo()
+    return ChatResult(text, reasoning, 0, 0, "interrupted", {})
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[list]:
+    """The first Ctrl-C fills the list, so that an answer stops between two tokens; the second one is an interrupt."""
+    interrupted: list = []
+
+    def on_interrupt(number, frame):
+        if interrupted:
+            raise KeyboardInterrupt
+        interrupted.append(True)
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def footer(result) -> str:
+    """Tokens, speed and where the experts came from, in one line."""
+    facts = [f"{result.prompt_tokens} + {result.completion_tokens} tokens"]
+    for phase, counts in result.stats.items():
         if counts.get("lookups"):
-            phases.append(
-                f"{phase}: {counts['hits']:,} of {counts['lookups']:,} experts from RAM, "
+            share = counts["hits"] / counts["lookups"]
+            facts.append(
+                f"{phase} {counts['tok_s']:.1f} tok/s, {share:.0%} of {counts['lookups']:,} experts from RAM, "
                 f"{show_bytes(counts['bytes_read'])} read"
             )
-    return f"[{result.prompt_tokens} + {result.completion_tokens} tokens; " + "; ".join(phases) + "]"
-
-
-def is_terminal() -> bool:
-    return sys.stdin.isatty()
+    return f"[{'; '.join(facts)}]"

@@ -25,7 +25,7 @@ def compare(path, store):
     """
     from nemolab.compare import compare as measure
 
-    data = measure(path, store=Path(store).expanduser() if store else None, progress=progress_bar("compare"))
+    data = measure(path, store=Path(store).expanduser() if store else None, progress=progress_bar("compare", " steps"))
     columns = ["name", "tokens", "ppl_engine", "ppl_reference", "kl_mean", "kl_max", "kl_mean_decode", "greedy"]
     rows = [
         [text["name"], text["tokens"], f"{text['ppl_engine']:.4f}", f"{text['ppl_reference']:.4f}"]

@@ -1,16 +1,19 @@
 """`nemolab repack` and `nemolab verify`: a checkpoint into a store of whole-page blocks, and the proof."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 import click
 
-from nemolab.commands.verb import Answer, checkpoint_argument, progress_bar, settings, verb
+from nemolab.commands.verb import Answer, checkpoint_argument, progress_bar, verb
 from nemolab.units import show_bytes
 
 
 @verb("repack")
 @checkpoint_argument
-@click.option("--to", "target", required=True, metavar="STORE", help="Folder to make. It must not exist yet.")
+@click.option(
+    "--to", "target", required=True, metavar="STORE", help="Folder to make; what holds something else is left alone."
+)
 @click.option(
     "--layout",
     type=click.Choice(["neuron", "source"]),
@@ -32,21 +35,15 @@ def repack(path, target, layout):
     """
     from nemolab.store import repack as rewrite
 
-    result = rewrite(path, Path(target).expanduser(), layout=layout, progress=progress_bar("repack"))
-    data = {
-        "blocks": result.blocks,
-        "block_bytes": result.block_bytes,
-        "bytes_written": result.bytes_written,
-        "seconds": result.seconds,
-        "direct_io": result.direct_io,
-    }
+    result = rewrite(path, Path(target).expanduser(), layout=layout, progress=progress_bar("repack", "B"))
     rate = result.bytes_written / result.seconds / 1e9 if result.seconds else 0.0
+    done = f"{show_bytes(result.bytes_written)} in {result.seconds:.2f} s ({rate:.2f} GB/s)"
     text = (
-        f"{result.blocks:,} blocks of {result.block_bytes:,} bytes: {show_bytes(result.bytes_written)} in "
-        f"{result.seconds:.2f} s ({rate:.2f} GB/s), layout {layout}, "
-        f"direct reads {'work' if result.direct_io else 'do not work'} there: {target}"
+        f"{target}: {result.blocks:,} blocks of {result.block_bytes:,} bytes, layout {layout}; "
+        f"{'it was complete already' if result.already_complete else done}; "
+        f"direct reads {'work' if result.direct_io else 'do not work'} there"
     )
-    return Answer(data, text)
+    return Answer(asdict(result), text)
 
 
 @verb("verify")
@@ -56,8 +53,9 @@ def repack(path, target, layout):
 def verify(store, source, every):
     """Are the blocks what they should be?
 
-    With --source, experts are compared byte for byte with the checkpoint (200 of them, or --all); without it, blocks
-    are re-read and compared with the checksums taken when the store was made. Exit code 1 when anything differs.
+    With --source, experts are compared byte for byte with the checkpoint (200 of them, or --all), and so is the rest
+    of the model; without it, everything is re-read and compared with the checksums taken when the store was made.
+    checked counts blocks (experts), mismatches whatever differs. Exit code 1 when anything does.
 
     \b
     Examples:
@@ -70,13 +68,11 @@ def verify(store, source, every):
         Path(store).expanduser(),
         source=Path(source).expanduser() if source else None,
         all=every,
-        progress=progress_bar("verify"),
+        progress=progress_bar("verify", " blocks"),
     )
     against = f"against {source}" if source else "against the stored checksums"
-    details = [str(detail) for detail in result.details]
-    text = "\n".join([f"{result.checked:,} blocks checked {against}: {result.mismatches:,} differ", *details[:20]])
+    lines = [f"{result.checked:,} blocks checked {against}; {result.mismatches:,} differences", *result.details[:20]]
     problem = ""
     if result.mismatches:
-        first = f": {details[0]}" if details and settings().as_json else ""
-        problem = f"{result.mismatches} of {result.checked} blocks of {store} differ {against}{first}"
-    return Answer({"checked": result.checked, "mismatches": result.mismatches, "details": details}, text, problem)
+        problem = f"{store}: {result.mismatches} differences {against}, the first: {result.details[0]}"
+    return Answer(asdict(result), "\n".join(lines), problem)

@@ -121,11 +121,19 @@ def _plain(value: Any) -> Any:
     return _plain(str(value))
 
 
-def progress_bar(label: str, unit: str = "") -> Callable[[int, int], None]:
+class FiniteRange(click.FloatRange):
+    """A number within bounds. NaN passes click's own comparison, infinity its open end."""
+
+    def convert(self, value, parameter, context):
+        number = super().convert(value, parameter, context)
+        return number if math.isfinite(number) else self.fail(f"{value!r} is not a finite number.", parameter, context)
+
+
+def progress_bar(label: str, unit: str) -> Callable[[int, int], None]:
     """A text bar on stderr that a long job feeds with `(done, total)`; silent where stderr is no terminal."""
     from tqdm import tqdm
 
-    bar = tqdm(desc=label, unit=unit, disable=None, leave=False, dynamic_ncols=True, file=sys.stderr)
+    bar = tqdm(desc=label, unit=unit, unit_scale=True, disable=None, leave=False, dynamic_ncols=True, file=sys.stderr)
 
     def show(done: int, total: int) -> None:
         bar.total = total
