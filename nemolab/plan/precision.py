@@ -32,10 +32,11 @@ _WEIGHT_SCALARS = {"nvfp4": 1, "fp8": 1}
 class Precision:
     """Formats by module, and a sentence on where they come from.
 
-    exact      module name or container -> format
-    by_kind    (kind, layer or None for every layer) -> format
-    uniform    format of every linear module that `ignored` (globs or name prefixes) does not name, or None
-    kv_scales  whether attention layers keep one F32 scale each for keys and values
+    exact        module name or container -> format
+    by_kind      (kind, layer or None for every layer) -> format
+    uniform      format of every linear module that `ignored` (globs or name prefixes) does not name, or None
+    weight_only  formats or module names whose inputs were not calibrated: no input_scale is stored
+    kv_scales    whether attention layers keep one F32 scale each for keys and values
     """
 
     origin: str
@@ -43,7 +44,7 @@ class Precision:
     by_kind: dict[tuple[str, int | None], str] = field(default_factory=dict)
     uniform: str | None = None
     ignored: tuple[str, ...] = ()
-    without_input_scale: frozenset[str] = frozenset()
+    weight_only: frozenset[str] = frozenset()
     kv_scales: bool = False
 
     def format_of(self, module: ModuleShape) -> str:
@@ -74,8 +75,8 @@ class Precision:
         left = [text for text, key in zip(left, self.by_kind, strict=True) if key not in kinds]
         return left + [name for name in self.exact if _one_expert(name) not in names]
 
-    def has_input_scale(self, module: ModuleShape) -> bool:
-        return not any(name in self.without_input_scale for name in _containers(module.name))
+    def has_input_scale(self, module: ModuleShape, format: str) -> bool:
+        return self.weight_only.isdisjoint((format, *_containers(module.name)))
 
 
 def read_precision(raw: dict[str, Any], where: str) -> Precision:
@@ -109,7 +110,7 @@ def module_bytes(module: ModuleShape, format: str) -> int:
 def scalar_bytes(module: ModuleShape, format: str, precision: Precision) -> int:
     """Bytes of the F32 scalars beside a module in a format, all copies."""
     scalars = _WEIGHT_SCALARS.get(format, 0)
-    if scalars and precision.has_input_scale(module):
+    if scalars and precision.has_input_scale(module, format):
         scalars += 1
     if precision.kv_scales and module.part == "attention" and module.kind in ("k_proj", "v_proj"):
         scalars += 1
@@ -151,6 +152,7 @@ def _from_facts(facts: dict[str, Any], where: str) -> Precision:
     return Precision(
         origin=f"formats of every module are stated in {where}, section nemolab",
         by_kind=by_kind,
+        weight_only=frozenset(map(str, facts.get("weight_only") or ())),
         kv_scales=facts.get("kv_cache_scales") is True,
     )
 
@@ -182,7 +184,7 @@ def _from_table(table: dict[str, Any], where: str) -> Precision:
         exact=exact,
         uniform=uniform,
         ignored=tuple(map(_canonical, ignored)),
-        without_input_scale=frozenset(weight_only),
+        weight_only=frozenset(weight_only),
     )
 
 
