@@ -31,6 +31,14 @@ def test_rows_are_appended_and_read_back_with_median_and_spread(tmp_path):
     assert latest("pread", tmp_path)["median"] == 0.5
 
 
+def test_names_of_two_parts_share_a_file(tmp_path):
+    for name in ("compare.kl_mean", "compare.ppl_engine", "decode"):
+        record(name, [1.0], "nats", {}, folder=tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["compare.jsonl", "decode.jsonl"]
+    assert list(read_rows("compare.kl_mean", tmp_path)["name"]) == ["compare.kl_mean"]
+    assert len(read_rows("compare.*", tmp_path)) == 2 and len(read_rows(folder=tmp_path)) == 3
+
+
 def test_reading_nothing_gives_an_empty_frame_and_latest_says_what_is_missing(tmp_path):
     assert read_rows("pread", tmp_path).empty
     with pytest.raises(NemolabError, match="no measurement pread with threads=2"):

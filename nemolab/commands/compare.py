@@ -6,11 +6,21 @@ import click
 
 from nemolab.commands.verb import Answer, checkpoint_argument, progress_bar, table, verb
 
+RECORDED = {
+    "ppl_engine": "perplexity",
+    "ppl_reference": "perplexity",
+    "kl_mean": "nats",
+    "kl_max": "nats",
+    "kl_mean_decode": "nats",
+    "greedy_match": "tokens",
+}
+
 
 @verb("compare")
 @checkpoint_argument
 @click.option("--store", default=None, metavar="STORE", help="Use this store; else one is made in the cache folder.")
-def compare(path, store):
+@click.option("--record", is_flag=True, help="Keep the figures as rows in data/measurements.")
+def compare(path, store, record):
     """Does the engine compute what the model is?
 
     The reference is transformers' own NemotronH in fp32 on the CPU, with weights from the vendor's files (not from
@@ -41,19 +51,19 @@ def compare(path, store):
             f"bit-identical repeats: {'yes' if data['deterministic'] else 'NO'}",
         ]
     )
-    return Answer(data, text, "; ".join(_problems(data)))
+    if record:
+        record_comparison(data)
+    return Answer(data, text, "; ".join(data["problems"]))
 
 
-def _problems(data: dict) -> list[str]:
-    from nemolab.compare import KL_BOUND
+def record_comparison(data: dict) -> None:
+    """Rows of `data/measurements/compare.jsonl`: one a text and figure, one a control."""
+    from nemolab.measure import record
 
-    found = [
-        f"text {text['name']}: mean KL {text[key]:.3g} is above {KL_BOUND:g} ({key})"
-        for text in data["texts"]
-        for key in ("kl_mean", "kl_mean_decode")
-        if not text[key] <= KL_BOUND
-    ]
-    found += [f"control {c['name']} did not fail" for c in data["controls"] if not c["failed_as_it_must"]]
-    if not data["deterministic"]:
-        found.append("repeats differ in their bits")
-    return found
+    model = {"model": data["model"]}
+    for text in data["texts"]:
+        for name, unit in RECORDED.items():
+            settings = model | {"text": text["name"], "tokens": text["tokens"], "greedy_of": text["greedy_of"]}
+            record(f"compare.{name}", [text[name]], unit, settings)
+    for control in data["controls"]:
+        record("compare.control_ppl", [control["ppl"]], "perplexity", model | {"control": control["name"]})

@@ -1,8 +1,10 @@
-"""Measurement rows: JSON lines under `data/measurements`, one file a name. A row carries its excuses with it.
+"""Measurement rows: JSON lines under `data/measurements`. A row carries its excuses with it.
+
+A name has one or two parts, `decode` or `compare.kl_mean`; rows that share the first part share a file.
 
 | field    | what                                                                     |
 |----------|--------------------------------------------------------------------------|
-| name     | what was measured; also the file's name                                   |
+| name     | what was measured                                                         |
 | unit     | of `values`: s, ms, bytes, nats, ratio, ...                               |
 | values   | raw samples, never a mean                                                 |
 | settings | everything that was chosen: model, text, cache, threads, cold or warm ... |
@@ -18,6 +20,7 @@ import re
 import subprocess
 from collections.abc import Iterable
 from datetime import UTC, datetime
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +36,7 @@ FIELDS = ("name", "unit", "values", "settings", "machine", "commit", "dirty", "t
 def record(
     name: str, values: Iterable[float], unit: str, settings: dict[str, Any], folder: Path | None = None
 ) -> dict[str, Any]:
-    """Append one row to `<folder>/<name>.jsonl` and return it.
+    """Append one row to `<folder>/<first part of name>.jsonl` and return it.
 
     Raises NemolabError without samples or with samples that are no finite numbers: an empty measurement is none.
     """
@@ -41,15 +44,15 @@ def record(
     folder = folder or paths.measurements_folder()
     folder.mkdir(parents=True, exist_ok=True)
     line = json.dumps(row, allow_nan=False, ensure_ascii=False)
-    with open(folder / f"{name}.jsonl", "a", encoding="utf-8") as file:
+    with open(folder / f"{name.partition('.')[0]}.jsonl", "a", encoding="utf-8") as file:
         file.write(line + "\n")  # one write: a line is there whole or not at all
     return row
 
 
 def make_row(name: str, values: Iterable[float], unit: str, settings: dict[str, Any]) -> dict[str, Any]:
     """A row as `record` writes it, without writing it."""
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
-        raise NemolabError(f"measurement name {name!r}: use small letters, digits and underscores")
+    if not re.fullmatch(r"[a-z][a-z0-9_]*(\.[a-z0-9_]+)?", name):
+        raise NemolabError(f"measurement name {name!r}: use small letters, digits, underscores and at most one dot")
     samples = [float(value) for value in values]
     if not samples:
         raise NemolabError(f"measurement {name}: no samples")
@@ -69,13 +72,13 @@ def make_row(name: str, values: Iterable[float], unit: str, settings: dict[str, 
 
 
 def read_rows(name: str = "*", folder: Path | None = None) -> pd.DataFrame:
-    """All rows of a name (or of all names), oldest first, with `median`, `low` and `high` of the samples added.
+    """All rows of a name (or a pattern such as `compare.*`), oldest first; adds `median`, `low`, `high` of the samples.
 
     Raises NemolabError that names file and line of a row that is not whole.
     """
     folder = folder or paths.measurements_folder()
     rows = []
-    for path in sorted(folder.glob(f"{name}.jsonl")):
+    for path in sorted(folder.glob("*.jsonl")):
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
             try:
                 row = json.loads(line)
@@ -84,7 +87,8 @@ def read_rows(name: str = "*", folder: Path | None = None) -> pd.DataFrame:
                 raise NemolabError(f"{path}, line {number}: no JSON row ({error})") from None
             if missing or not row["values"]:
                 raise NemolabError(f"{path}, line {number}: without {', '.join(missing) or 'samples'}")
-            rows.append(row)
+            if fnmatchcase(row["name"], name):
+                rows.append(row)
     frame = pd.DataFrame(rows, columns=list(FIELDS)).sort_values("time", kind="stable", ignore_index=True)
     samples = frame["values"].map(pd.Series)
     return frame.assign(

@@ -1,0 +1,146 @@
+"""The README's tables, made from data: `python -m nemolab.readme` fills them in, a test compares.
+
+A table stands between `<!-- name -->` and `<!-- /name -->`; what stands there is replaced, the rest is left alone.
+"""
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from nemolab import paths
+from nemolab.errors import NemolabError
+
+
+def fill(text: str, name: str, content: str) -> str:
+    """Replace what stands between a pair of markers.
+
+    Raises NemolabError unless there is exactly one pair of that name.
+    """
+    pattern = re.compile(rf"<!-- {re.escape(name)} -->\n.*?<!-- /{re.escape(name)} -->", re.DOTALL)
+    found = len(pattern.findall(text))
+    if found != 1:
+        raise NemolabError(f"README: {found} places marked <!-- {name} --> ... <!-- /{name} -->, needed one")
+    return pattern.sub(lambda _: f"<!-- {name} -->\n{content.strip()}\n<!-- /{name} -->", text)
+
+
+def render(text: str) -> str:
+    """A README with every table made anew."""
+    for name, make in TABLES.items():
+        text = fill(text, name, make())
+    return text
+
+
+def markdown_table(headers: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table; columns whose header ends in a colon are set to the right."""
+    marks = ["---:" if header.endswith(":") else "---" for header in headers]
+    names = [header.removesuffix(":") for header in headers]
+    lines = [names, marks, *([str(cell).replace("|", r"\|") for cell in row] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def bytes_table() -> str:
+    """Bytes per token of the models we count and of published ones."""
+    from nemolab.plan import compare_models
+
+    rows = [
+        [
+            row.model,
+            f"{row.moe_layers} x {row.top_k} of {row.experts}",
+            f"{row.expert_bytes:,}",
+            f"{row.pages_per_expert:,.6g}",
+            f"{row.bytes_per_token:,}",
+            f"{row.routed_gib:,.4g}",
+            row.how,
+        ]
+        for row in compare_models(paths.tiny_folder()).itertuples()
+    ]
+    headers = ["model", "experts read per token", "bytes an expert:", "pages:", "bytes a token:"]
+    return markdown_table([*headers, "all experts, GiB:", "how"], rows)
+
+
+def correctness_table() -> str:
+    """The engine beside transformers in fp32, from the newest recorded comparison of the shipped model."""
+    from nemolab.measure import latest, one_line, read_rows
+
+    newest = latest("compare.kl_mean", model="tiny")
+    texts = list(dict.fromkeys(settings["text"] for settings in read_rows("compare.kl_mean")["settings"]))
+    rows = []
+    for text in texts:
+        got = {
+            name: latest(f"compare.{name}", model="tiny", text=text)
+            for name in ("ppl_reference", "ppl_engine", "kl_mean", "kl_mean_decode", "greedy_match")
+        }
+        value = {name: row["median"] for name, row in got.items()}
+        settings = got["kl_mean"]["settings"]
+        rows.append(
+            [
+                text,
+                settings["tokens"],
+                f"{value['ppl_reference']:.3f}",
+                f"{value['ppl_engine']:.3f}",
+                f"{value['kl_mean']:.1e}",
+                f"{value['kl_mean_decode']:.1e}",
+                f"{value['greedy_match']:.0f}/{settings['greedy_of']}",
+            ]
+        )
+    headers = [
+        "text",
+        "tokens scored:",
+        "PPL transformers fp32:",
+        "PPL engine:",
+        "mean KL, prompt:",
+        "mean KL, decode:",
+    ]
+    table = markdown_table([*headers, "greedy:"], rows)
+    controls = dict.fromkeys(settings["control"] for settings in read_rows("compare.control_ppl")["settings"])
+    broken = [f"{name} {latest('compare.control_ppl', model='tiny', control=name)['median']:,.0f}" for name in controls]
+    return (
+        f"{one_line(newest['machine'])}; {newest['time'][:10]}, commit {newest['commit']}.\n\n{table}\n\n"
+        f"The same measure on models broken on purpose (PPL over all texts): {', '.join(broken)}."
+    )
+
+
+def notebooks_table() -> str:
+    """Each notebook's question and the headline of its committed outputs."""
+    import nbformat
+
+    from nemolab.notebooks import find_notebooks
+    from nemolab.report import find_headline
+
+    rows = []
+    for path in find_notebooks():
+        notebook = nbformat.read(path, as_version=4)
+        title = notebook.cells[0].source.splitlines()[0].removeprefix(f"# {path.stem[:2]} ")
+        rows.append([f"[{path.stem}](notebooks/{path.name})", title, find_headline(notebook)])
+    return markdown_table(["notebook", "question", "answer on the shipped model"], rows)
+
+
+def claims_table() -> str:
+    """The ledger of claims."""
+    from nemolab.plan import claims_table as make
+    from nemolab.plan import read_claims
+
+    return make(read_claims())
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "bytes": bytes_table,
+    "correctness": correctness_table,
+    "notebooks": notebooks_table,
+    "claims": claims_table,
+}
+
+
+def main() -> int:
+    """Rewrite README.md in place; says what was done."""
+    path: Path = paths.home() / "README.md"
+    before = path.read_text(encoding="utf-8")
+    after = render(before)
+    path.write_text(after, encoding="utf-8")
+    print("README.md was up to date" if after == before else "README.md rewritten")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
