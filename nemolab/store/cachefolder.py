@@ -4,6 +4,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -44,8 +45,8 @@ def ensure_store(
     try:
         _wait_for(lock, folder, announce)
         if not _is_sound(folder):
-            # A manifest beside files of other sizes: the folder is ours, so it is made again.
-            (folder / files.MANIFEST).unlink(missing_ok=True)
+            if (folder / files.MANIFEST).exists():  # beside files of other sizes: the folder is ours, make it again
+                shutil.rmtree(folder)
             announce(f"no store was named: making one of {paths.shown(checkpoint.path)} in {paths.shown(folder)}")
             repack(checkpoint.path, folder, layout=layout, announce=announce, progress=progress or _bar())
     finally:

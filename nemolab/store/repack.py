@@ -78,6 +78,8 @@ def repack(
         if missing:
             announce(f"{checkpoint.path} has no {', '.join(missing)}; the store will not have them either")
         manifest = _write_all(checkpoint, plan, blocks, identity, missing, place, progress, announce)
+        if contents.fingerprint(checkpoint) != identity["source"]:
+            raise StoreError(f"{checkpoint.path} was changed while it was repacked; nothing is kept, run it again")
         place.commit(manifest)
     written_bytes = sum(record["bytes"] for record in manifest.files.values())
     seconds = time.perf_counter() - started_s

@@ -1,0 +1,362 @@
+"""The LRU's decisions against a naive model, and the cache of real blocks that follows them."""
+
+import os
+import threading
+import types
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemolab.errors import StoreError
+from nemolab.store.arena import Arena
+from nemolab.store.cache import ExpertCache
+from nemolab.store.lru import LRU
+from nemolab.store.reader import BlockReader
+
+BLOCK = 4096
+LAYERS, EXPERTS, TOP_K = 3, 40, 4
+
+
+class NaiveLRU:
+    """The rules of a batch in their plainest form: a list, oldest first, searched and cut."""
+
+    def __init__(self, capacity_bytes):
+        self.capacity_bytes, self.stack = capacity_bytes, []
+
+    def batch(self, keys, size_of):
+        hits = {key for key in keys if key in self.stack}
+        for key in keys:
+            if key in self.stack:
+                self.stack.remove(key)
+            self.stack.append(key)  # again at each occurrence: the last one decides
+        victims = []
+        while sum(size_of[key] for key in self.stack) > self.capacity_bytes:
+            outside = [key for key in self.stack if key not in keys]
+            victim = outside[0] if outside else self.stack[0]
+            self.stack.remove(victim)
+            victims.append(victim)
+        return hits, set(keys) - hits, victims
+
+
+batches = st.lists(st.lists(st.integers(0, 11), min_size=1, max_size=8), max_size=40)
+
+
+@settings(max_examples=300, deadline=None)
+@given(capacity=st.integers(0, 40), batches=batches, sizes=st.lists(st.integers(1, 5), min_size=12, max_size=12))
+def test_lru_decides_as_the_naive_model(capacity, batches, sizes):
+    lru, naive = LRU(capacity), NaiveLRU(capacity)
+    for keys in batches:
+        hits, misses, victims = lru.batch(keys, [sizes[key] for key in keys])
+        assert (set(hits), set(misses), victims) == naive.batch(keys, sizes)
+        assert list(lru) == naive.stack
+        assert lru.used_bytes == sum(sizes[key] for key in lru) <= capacity
+        assert len(hits) + len(misses) == len(set(keys))
+
+
+def test_a_naive_model_that_refreshes_hits_first_disagrees_so_the_check_can_fail():
+    """Refreshing hits before misses enter is the plausible mistake: it leaves another order behind."""
+    lru = LRU(3)
+    lru.batch(["a", "b", "c"], 1)
+    lru.batch(["x", "a"], 1)
+    assert list(lru) == ["c", "x", "a"]
+    hits_first = ["c", "a", "x"]
+    assert list(lru) != hits_first
+
+
+@settings(max_examples=100, deadline=None)
+@given(batches=batches, small=st.integers(0, 12), more=st.integers(0, 6))
+def test_a_bigger_cache_holds_all_that_a_smaller_one_does(batches, small, more):
+    a, b = LRU(small), LRU(small + more)
+    for keys in batches:
+        hits_a, hits_b = (set(lru.batch(keys, 1).hits) for lru in (a, b))
+        assert hits_a <= hits_b and set(a) <= set(b)
+
+
+def test_recency_is_the_last_occurrence_in_the_batch():
+    lru = LRU(10)
+    assert lru.batch(["a", "b", "a", "c"], 1).misses == ["b", "a", "c"]
+    assert list(lru) == ["b", "a", "c"]
+
+
+def test_the_running_batch_is_spared_while_another_can_go():
+    lru = LRU(4)
+    lru.batch([1, 2, 3, 4], 1)
+    hits, misses, victims = lru.batch([1, 9, 8, 7], 1)  # 1 is the oldest and a hit: it stays
+    assert (hits, misses, victims) == ([1], [9, 8, 7], [2, 3, 4])
+
+
+def test_a_batch_larger_than_the_budget_loses_its_own_oldest_at_its_end():
+    lru = LRU(3)
+    lru.batch([0], 1)
+    assert lru.batch([1, 2, 3, 4, 5], 1).victims == [0, 1, 2]
+    assert list(lru) == [3, 4, 5]
+
+
+def test_a_cycle_just_too_long_never_hits_and_one_that_fits_always_does():
+    for capacity, expected in ((5, 0), (6, 6 * 3)):
+        lru = LRU(capacity)
+        hits = sum(len(lru.batch([key], 1).hits) for key in list(range(6)) * 4)
+        assert hits == expected
+
+
+def test_nothing_stays_in_a_cache_of_nothing():
+    lru = LRU(0)
+    assert lru.batch(["a"], 1) == ([], ["a"], ["a"])
+    assert len(lru) == 0 and lru.used_bytes == 0
+    with pytest.raises(ValueError, match="-1 bytes"):
+        LRU(-1)
+
+
+def test_a_discarded_key_gives_its_bytes_back():
+    lru = LRU(5)
+    lru.batch(["a", "b"], [2, 3])
+    lru.discard("a")
+    lru.discard("never there")
+    assert "a" not in lru and lru.used_bytes == 3
+
+
+@pytest.fixture
+def data():
+    return np.random.default_rng(1).integers(0, 256, (LAYERS * EXPERTS, BLOCK), dtype=np.uint8)
+
+
+@pytest.fixture
+def store(tmp_path, data):
+    """What the cache needs of a store, over random blocks."""
+    path = tmp_path / "experts.bin"
+    path.write_bytes(data.tobytes())
+    return types.SimpleNamespace(
+        block_bytes=BLOCK,
+        n_layers=LAYERS,
+        n_experts=EXPERTS,
+        config=types.SimpleNamespace(top_k=TOP_K),
+        open_reader=lambda threads: BlockReader(path, BLOCK, len(data), threads=threads, direct=False),
+    )
+
+
+def counting(cache, monkeypatch):
+    """Record every block that is really read."""
+    reads, real = [], cache.reader.read_into
+    monkeypatch.setattr(cache.reader, "read_into", lambda block, buffer: (reads.append(block), real(block, buffer)))
+    return reads
+
+
+def test_lookups_return_the_blocks_asked_for_in_that_order(store, data):
+    rng = np.random.default_rng(2)
+    with ExpertCache(store, slots=7) as cache:
+        for _ in range(200):
+            layer, experts = int(rng.integers(LAYERS)), rng.choice(EXPERTS, TOP_K, replace=False)
+            for expert, view in zip(experts, cache.lookup(layer, experts), strict=True):
+                assert np.array_equal(view, data[layer * EXPERTS + expert])
+
+
+def test_hits_misses_and_reads_are_those_of_the_lru(store, monkeypatch):
+    rng = np.random.default_rng(3)
+    with ExpertCache(store, slots=30) as cache:
+        reads, lru = counting(cache, monkeypatch), LRU(30)
+        hits = misses = 0
+        for step in range(150):
+            layer = step % LAYERS
+            experts = (rng.zipf(1.5, 3 * TOP_K) % EXPERTS).tolist()[:TOP_K]
+            expected = lru.batch([layer * EXPERTS + expert for expert in experts], 1)
+            before = len(reads)
+            cache.lookup(layer, experts)
+            assert sorted(reads[before:]) == sorted(expected.misses)
+            hits, misses = hits + len(expected.hits), misses + len(expected.misses)
+        assert hits > 0
+        assert cache.stats() == {
+            "decode": {"lookups": hits + misses, "hits": hits, "misses": misses, "bytes_read": misses * BLOCK}
+        }
+
+
+def test_all_hits_when_everything_fits(store, data):
+    with ExpertCache(store, budget_bytes=10**9) as cache:
+        assert cache.slots == LAYERS * EXPERTS, "capacity is capped at what the store holds"
+        for _ in range(2):
+            for layer in range(LAYERS):
+                for first in range(0, EXPERTS, TOP_K):
+                    cache.lookup(layer, range(first, first + TOP_K))
+        assert cache.stats()["decode"]["misses"] == LAYERS * EXPERTS
+
+
+@pytest.mark.parametrize("count", [1, 31, 32, 33, 40])
+def test_a_prompt_pass_reads_each_needed_expert_at_most_once(store, data, monkeypatch, count):
+    experts = np.random.default_rng(4).permutation(EXPERTS)[:count].tolist()
+    with ExpertCache(store, slots=TOP_K) as cache:
+        cache.lookup(1, experts[:TOP_K][:count])
+        reads = counting(cache, monkeypatch)
+        seen = []
+        for batch in cache.stream(1, experts + experts):
+            assert len(batch) <= 32
+            for expert, view in batch:
+                assert np.array_equal(view, data[EXPERTS + expert])
+                seen.append(expert)
+        assert seen == experts
+        cached = min(TOP_K, count)
+        assert sorted(reads) == sorted(EXPERTS + expert for expert in experts[cached:])
+        assert cache.stats()["prefill"] == {
+            "lookups": count, "hits": cached, "misses": count - cached, "bytes_read": (count - cached) * BLOCK
+        }  # fmt: skip
+
+
+def test_a_prompt_pass_neither_refreshes_nor_inserts(store, monkeypatch):
+    with ExpertCache(store, slots=5) as cache:
+        cache.lookup(0, [0, 1, 2, 3])
+        cache.lookup(0, [4])
+        list(cache.stream(0, [0, 1, 7, 8, 9]))
+        reads = counting(cache, monkeypatch)
+        cache.lookup(0, [7])  # the prompt's own reads were not kept, and 0 is still the oldest: it goes
+        cache.lookup(0, [1, 2, 3, 4])
+        assert reads == [7]
+        cache.lookup(0, [0])
+        assert reads == [7, 0]
+
+
+def test_the_next_prompt_batch_is_read_while_this_one_is_used(store, monkeypatch):
+    with ExpertCache(store, slots=TOP_K, ring=8) as cache:
+        reads = counting(cache, monkeypatch)
+        stream = cache.stream(0, range(24))
+        next(stream)
+        cache.reader.start([]).wait()
+        for _ in range(500):
+            if len(reads) == 16:
+                break
+            threading.Event().wait(0.01)
+        assert sorted(reads) == list(range(16)), "two batches, not one and not three"
+        stream.close()
+
+
+def test_views_of_a_prompt_batch_stay_while_the_next_arrives(store, data):
+    with ExpertCache(store, slots=TOP_K, ring=8) as cache:
+        for batch in cache.stream(2, range(EXPERTS)):
+            threading.Event().wait(0.01)  # the next batch lands meanwhile
+            for expert, view in batch:
+                assert np.array_equal(view, data[2 * EXPERTS + expert])
+
+
+def test_an_abandoned_stream_leaves_the_cache_usable(store, data):
+    with ExpertCache(store, slots=TOP_K, ring=8) as cache:
+        stream = cache.stream(0, range(24))
+        next(stream)
+        with pytest.raises(StoreError, match="finish the stream first"):
+            cache.lookup(0, [1])
+        with pytest.raises(StoreError, match="one prompt stream at a time"):
+            next(cache.stream(0, [1]))
+        stream.close()
+        assert np.array_equal(cache.lookup(0, [1])[0], data[1])
+
+
+def test_a_failed_read_leaves_nothing_that_looks_cached(store, data, monkeypatch):
+    real = os.preadv
+
+    def fail(descriptor, buffers, offset):
+        if offset == 6 * BLOCK:
+            raise OSError(5, "Input/output error")
+        return real(descriptor, buffers, offset)
+
+    with ExpertCache(store, slots=TOP_K) as cache:
+        cache.lookup(0, [0, 1, 2, 3])
+        monkeypatch.setattr(os, "preadv", fail)
+        with pytest.raises(StoreError, match=f"offset {6 * BLOCK}"):
+            cache.lookup(0, [3, 5, 6, 7])
+        with pytest.raises(StoreError, match=f"offset {6 * BLOCK}"):
+            list(cache.stream(0, [5, 6]))
+        monkeypatch.setattr(os, "preadv", real)
+        before = cache.stats()["decode"]["misses"]
+        for _ in range(3):
+            for expert, view in zip([3, 5, 6, 7], cache.lookup(0, [3, 5, 6, 7]), strict=True):
+                assert np.array_equal(view, data[expert])
+        assert cache.stats()["decode"]["misses"] == before + 3, "only 3 was left, the others are read again"
+
+
+def test_rows_name_the_same_blocks_as_views(store, data):
+    with ExpertCache(store, slots=9, ring=8) as cache:
+        rows = cache.lookup_rows(1, [4, 2, 9, 0])
+        assert np.array_equal(cache.arena[rows], data[EXPERTS + np.array([4, 2, 9, 0])])
+        for ids, rows in cache.stream_rows(1, range(20)):
+            assert np.array_equal(cache.arena[rows], data[EXPERTS + np.array(ids)])
+
+
+@pytest.mark.parametrize("too_little", [{"slots": TOP_K - 1}, {"budget_bytes": TOP_K * BLOCK - 1}])
+def test_fewer_slots_than_top_k_are_refused(store, too_little):
+    with pytest.raises(StoreError, match=f"{TOP_K} slots"):
+        ExpertCache(store, **too_little)
+
+
+def test_exactly_top_k_slots_give_right_blocks(store, data):
+    """The tightest cache: every lookup evicts, none may evict what it has just read."""
+    rng = np.random.default_rng(5)
+    with ExpertCache(store, slots=TOP_K) as cache:
+        for _ in range(200):
+            experts = rng.choice(EXPERTS, TOP_K, replace=False).tolist()
+            assert np.array_equal(np.stack(cache.lookup(0, experts)), data[experts])
+
+
+@pytest.mark.parametrize("layer, experts", [(0, [EXPERTS]), (0, [-1]), (LAYERS, [0]), (-1, [0])])
+def test_ids_out_of_range_are_refused_and_not_taken_for_another_layer(store, layer, experts):
+    with ExpertCache(store, slots=TOP_K) as cache:
+        with pytest.raises(StoreError, match="3 MoE layers of 40 experts"):
+            cache.lookup(layer, experts)
+        with pytest.raises(StoreError, match="3 MoE layers of 40 experts"):
+            list(cache.stream(layer, experts))
+
+
+def test_a_batch_that_does_not_fit_is_refused(store):
+    with ExpertCache(store, slots=5) as cache:
+        with pytest.raises(StoreError, match="6 experts does not fit a cache of 5"):
+            cache.lookup(0, range(6))
+        assert len(cache.lookup(0, [1, 1, 2, 2, 3, 3])) == 6
+
+
+@pytest.mark.parametrize("wrong", [{}, {"slots": 5, "budget_bytes": 5 * BLOCK}, {"slots": 5, "ring": 0}])
+def test_contradicting_sizes_are_refused(store, wrong):
+    with pytest.raises(StoreError):
+        ExpertCache(store, **wrong)
+
+
+def test_closing_frees_memory_files_and_threads(store):
+    def resident_bytes():
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+    store.block_bytes, store.n_layers, store.n_experts = 64 << 20, 1, TOP_K
+    store.open_reader = lambda threads: types.SimpleNamespace(
+        read_many=lambda jobs: [buffer.fill(1) for _, buffer in jobs], close=lambda: None
+    )
+    before = resident_bytes()
+    cache = ExpertCache(store, slots=TOP_K)
+    assert resident_bytes() - before < 64 << 20, "memory is taken when blocks come, not before"
+    cache.lookup(0, [0, 1])
+    assert resident_bytes() - before > 100 << 20
+    cache.close()
+    cache.close()
+    assert resident_bytes() - before < 64 << 20
+    with pytest.raises(StoreError, match="closed"):
+        cache.lookup(0, [0])
+
+
+def test_closing_leaves_no_descriptor_and_no_thread(store):
+    files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for _ in range(3):
+        with ExpertCache(store, slots=TOP_K) as cache:
+            cache.lookup(0, [0, 1, 2, 3])
+            list(cache.stream(0, range(EXPERTS)))
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == (files, threads)
+
+
+def test_a_lent_reader_is_left_open(store):
+    reader = store.open_reader(threads=2)
+    with ExpertCache(store, slots=TOP_K, reader=reader) as cache:
+        cache.lookup(0, [0])
+    with ExpertCache(store, slots=TOP_K, reader=reader) as cache:
+        cache.lookup(0, [0])
+    reader.close()
+
+
+def test_an_impossible_arena_says_what_was_asked():
+    with pytest.raises(StoreError, match="cannot reserve"):
+        Arena(1 << 40, 1 << 20)
+    with pytest.raises(StoreError, match="whole pages"):
+        Arena(3, 5000)
