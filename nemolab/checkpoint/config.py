@@ -326,6 +326,7 @@ def _check_together(config: ModelConfig, where: str) -> None:
     """Sizes that only make sense together."""
     checks = []
     if "moe" in config.layer_types:
+        reachable = config.n_experts // config.n_group * config.topk_group
         checks += [
             (
                 config.top_k <= config.n_experts,
@@ -340,6 +341,12 @@ def _check_together(config: ModelConfig, where: str) -> None:
                 f"a divisor of {config.n_experts} experts",
             ),
             (config.topk_group <= config.n_group, "topk_group", config.topk_group, f"<= n_group {config.n_group}"),
+            (
+                config.top_k <= reachable,
+                "num_experts_per_tok",
+                config.top_k,
+                f"<= the {reachable} experts of topk_group",
+            ),
         ]
     if "attention" in config.layer_types:
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads

@@ -62,14 +62,17 @@ class QuantMetadata:
         return said
 
 
-def read_metadata(folder: Path, config: ModelConfig) -> list[QuantMetadata]:
-    """Every source of metadata of a checkpoint. Raises CheckpointError for foreign or unknown algorithms."""
+def read_metadata(folder: Path | None, config: ModelConfig) -> list[QuantMetadata]:
+    """Every source of metadata of a checkpoint. Raises CheckpointError for foreign or unknown algorithms.
+
+    folder  where hf_quant_config.json may lie; None for a config without a folder
+    """
     sources = []
     raw = config.raw
     for path, part in [("", raw)] + [(f"{key}: ", raw[key]) for key in NESTED_KEYS if isinstance(raw.get(key), dict)]:
         if part.get("quantization_config") is not None:
             sources += _parse(part["quantization_config"], f"{CONFIG_FILE}: {path}quantization_config")
-    if (folder / HF_QUANT_FILE).exists():
+    if folder and (folder / HF_QUANT_FILE).exists():
         parsed = read_json(folder / HF_QUANT_FILE)
         sources += _parse(parsed, HF_QUANT_FILE)
     return sources

@@ -74,9 +74,10 @@ def _read_index(path: Path) -> tuple[dict[str, str], int | None]:
 
 def _say_missing(folder: Path, index_path: Path, files: list[str], missing: list[str], total_bytes: int | None) -> str:
     message = f"{index_path} names {len(files)} files, {len(missing)} of them not there: {_listed(missing)}"
-    present_bytes = sum((folder / file).stat().st_size for file in files if file not in missing)
+    present = [load_header(folder / file) for file in files if file not in missing]
+    present_bytes = sum(header.file_bytes - header.data_start_bytes for header in present)
     if total_bytes is not None and total_bytes > present_bytes:
-        message += f" (about {total_bytes - present_bytes:,} bytes in all)"
+        message += f" ({total_bytes - present_bytes:,} bytes of tensors in all)"
     return f"{message}; fetch them again"
 
 
