@@ -1,0 +1,5 @@
+"""The engine: a NemotronH that runs, with routed experts read on demand."""
+
+from nemolab.engine.engine import ChatPiece, ChatResult, Engine
+
+__all__ = ["ChatPiece", "ChatResult", "Engine"]

@@ -1,0 +1,52 @@
+"""How kernels are compiled: ahead of use never, once per machine as a rule, and never a failure over a cache folder.
+
+`jit` is numba's `njit` with the settings all kernels share:
+- no fast-math: sums keep the order they are written in, so that bits depend neither on threads nor on the machine
+- `nogil`: several threads run parts of one operator at the same time (`nemolab.kernels.team`)
+- compiled code is kept in `__pycache__` beside the kernels or, where that cannot be written, in the user's cache
+  folder; `NUMBA_CACHE_DIR` moves it. Where nothing can be written, code is compiled anew in each process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import numba
+from numba.core import caching
+
+
+@cache
+def _stamp_of_all_kernels() -> str:
+    """Changes whenever any kernel's source does."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+class _KernelCache(caching.FunctionCache):
+    """numba's cache on disk, keyed by all kernels' sources.
+
+    numba looks at the file of the cached function alone, although the compiled code holds what that function calls
+    from other files: after an edit there it would go on running the old code.
+    """
+
+    def __init__(self, function: Callable):
+        super().__init__(function)
+        self._cache_file._source_stamp = (self._cache_file._source_stamp, _stamp_of_all_kernels())
+
+    def save_overload(self, signature, data) -> None:
+        with contextlib.suppress(OSError):  # a full disk is no reason not to run what has just been compiled
+            super().save_overload(signature, data)
+
+
+def jit(function: Callable) -> Callable:
+    """Compile `function` on its first call; see the module for the settings."""
+    compiled = numba.njit(nogil=True, error_model="numpy")(function)
+    with contextlib.suppress(RuntimeError, OSError):  # no folder can be written: compile in each process
+        compiled._cache = _KernelCache(function)
+    return compiled

@@ -1,0 +1,63 @@
+"""Attention layers: grouped queries, causal, no positions (Nemotron-H needs none: the Mamba layers carry order)."""
+
+from __future__ import annotations
+
+import torch
+
+from nemolab.engine.norm import rms_norm
+from nemolab.engine.state import AttentionState
+from nemolab.engine.weights import DenseWeights
+
+SCORES_BYTES = 64 * 2**20  # float32 scores held at once: the query rows of a long prompt go in pieces
+
+
+class AttentionLayer:
+    """norm -> q, k, v -> causal softmax attention -> o_proj, plus the residual."""
+
+    def __init__(self, config, weights: DenseWeights, index: int):
+        self.heads, self.kv_heads, self.head_dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        self.eps = config.layer_norm_epsilon
+        name, hidden = f"backbone.layers.{index}", config.hidden_size
+        width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        self.norm = weights.vector(f"{name}.norm.weight", hidden)
+        self.q_proj = weights.matrix(f"{name}.mixer.q_proj", width, hidden)
+        self.k_proj = weights.matrix(f"{name}.mixer.k_proj", kv_width, hidden)
+        self.v_proj = weights.matrix(f"{name}.mixer.v_proj", kv_width, hidden)
+        self.o_proj = weights.matrix(f"{name}.mixer.o_proj", hidden, width)
+
+    def prompt(self, x: torch.Tensor, state: AttentionState) -> torch.Tensor:
+        """x [tokens, hidden] -> x plus the mixer's output, in place; keys and values are appended."""
+        tokens, before = x.shape[0], state.tokens
+        h = rms_norm(x, self.norm, self.eps)
+        state.reserve(tokens)
+        state.keys[before : before + tokens] = self.k_proj.apply(h)
+        state.values[before : before + tokens] = self.v_proj.apply(h)
+        state.tokens = before + tokens
+        queries = self.q_proj.apply(h)
+        rows = max(1, SCORES_BYTES // (4 * self.heads * state.tokens))
+        mixed = torch.empty_like(queries)
+        for start in range(0, tokens, rows):
+            stop = min(start + rows, tokens)
+            mixed[start:stop] = self._attend(queries[start:stop], state, before + start)
+        x += self.o_proj.apply(mixed)
+        return x
+
+    def _attend(self, queries: torch.Tensor, state: AttentionState, position: int) -> torch.Tensor:
+        """Queries [rows, heads * head_dim] at position, position + 1, ... over everything up to themselves."""
+        rows = queries.shape[0]
+        seen = position + rows
+        shape = (seen, self.kv_heads, self.head_dim)
+        keys = state.keys[:seen].view(shape).permute(1, 2, 0)
+        values = state.values[:seen].view(shape).transpose(0, 1)
+        # [rows, kv, group * dim] -> [kv, group * rows, dim]: the heads that share keys go as one matrix.
+        group = self.heads // self.kv_heads
+        q = queries.view(rows, self.kv_heads, group, self.head_dim).permute(1, 2, 0, 3)
+        scores = q.reshape(self.kv_heads, group * rows, self.head_dim) @ keys * self.head_dim**-0.5
+        future = torch.arange(seen) > torch.arange(position, seen)[:, None]
+        scores.view(self.kv_heads, group, rows, seen).masked_fill_(future, -torch.inf)
+        mixed = torch.softmax(scores, dim=-1) @ values
+        return mixed.view(self.kv_heads, group, rows, self.head_dim).permute(2, 0, 1, 3).reshape(rows, -1)

@@ -1,0 +1,337 @@
+"""The engine: one model, ready to answer, with its experts read on demand.
+
+    with Engine("data/tiny", ram_cache_gib=4) as engine:
+        print(engine.chat([{"role": "user", "content": "What is TCP?"}]).text)
+
+Everything it takes (threads, descriptors, memory) goes back when the block ends, also by an exception.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from nemolab.engine import memory
+from nemolab.engine.chat import Tokenizer, opens_thinking
+from nemolab.engine.model import Model
+from nemolab.engine.sampling import Sampler
+from nemolab.engine.state import State
+from nemolab.engine.text_stream import ReasoningSplit, TextStream
+from nemolab.errors import EngineError
+from nemolab.store import ExpertCache, Store
+
+PASS_TOKENS = 8192  # longest stretch of a prompt that goes through the layers at once; bounds the activations
+LOGIT_TOKENS = 256  # rows of logits made at once where not all are asked for together
+
+
+@dataclass(frozen=True)
+class ChatResult:
+    """One answer.
+
+    text               without special tokens and without the reasoning
+    reasoning          what stood between the think tags; "" when there was none
+    completion_tokens  ids written, reasoning included, the stop id not
+    finish_reason      "stop" at a stop id, "length" when max_tokens cut it
+    stats              by phase, for this answer alone: tokens, seconds, tok_s, lookups, hits, misses, bytes_read
+    """
+
+    text: str
+    reasoning: str
+    prompt_tokens: int
+    completion_tokens: int
+    finish_reason: str
+    stats: dict
+
+
+@dataclass(frozen=True)
+class ChatPiece:
+    """What one step of a streamed answer adds. The last piece is empty and carries the whole `result`."""
+
+    text: str = ""
+    reasoning: str = ""
+    result: ChatResult | None = None
+
+
+@dataclass
+class _Clock:
+    """Tokens fed and seconds spent in one phase."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class _Clocks:
+    prefill: _Clock = field(default_factory=_Clock)
+    decode: _Clock = field(default_factory=_Clock)
+
+
+class Engine:
+    """NemotronH on the CPU over a checkpoint folder or a store.
+
+    path             a checkpoint folder (a store is made in the cache folder, once) or a store folder
+    ram_cache_gib    RAM for experts; or ram_cache_slots, a number of them; default: all, or half of the free memory
+    store            use this store (an opened one, or a path) instead of finding one for `path`
+    reader_threads   reads in flight
+    threads          arithmetic threads; default: torch's number
+    layout           of a store made on the way
+    Raises EngineError where the memory does not suffice, StoreError and CheckpointError for unfit files.
+    """
+
+    def __init__(
+        self,
+        path: str | Path | None,
+        *,
+        ram_cache_gib: float | None = None,
+        ram_cache_slots: int | None = None,
+        store: Store | str | Path | None = None,
+        device: str = "cpu",
+        reader_threads: int = 32,
+        threads: int | None = None,
+        layout: str = "neuron",
+    ):
+        if device != "cpu":
+            raise EngineError(f"device {device!r}: this engine runs on 'cpu'")
+        self._model = self._cache = None
+        self.store = _find_store(path, store, layout)
+        self.config = self.store.config
+        self.tokenizer = Tokenizer(self.store.small_file, str(path or self.store.path))
+        self.threads = threads or torch.get_num_threads()
+        config, block_bytes = self.config, self.store.block_bytes
+        memory.check_dense(sum(module.nbytes for module in self.store.dense.values()))
+        try:
+            budget = memory.cache_budget(
+                block_bytes,
+                self.store.n_layers * self.store.n_experts,
+                config.top_k,
+                64,
+                ram_cache_gib,
+                ram_cache_slots,
+            )
+            self._cache = ExpertCache(self.store, budget_bytes=budget, threads=reader_threads)
+            with torch.no_grad():
+                self._model = Model(self.store, self._cache)
+        except BaseException:
+            self.close()
+            raise
+        self._clocks = _Clocks()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give threads, descriptors and memory back. Closing twice is fine."""
+        self._model = None
+        cache, self._cache = self._cache, None
+        if cache is not None:
+            cache.close()
+
+    @property
+    def notes(self) -> list[str]:
+        """What was missing or odd, and what was done about it."""
+        return [*self.config.notes, *self.tokenizer.notes]
+
+    def new_state(self) -> State:
+        """The state before the first token of a conversation."""
+        return State.empty(self.config)
+
+    def prefill(self, ids: Iterable[int], state: State) -> torch.Tensor:
+        """Feed ids to a state (new or continued) and return the logits after each, float32 [ids, vocab].
+
+        For long prompts `last_logits` and `logits_in_pieces` need far less memory.
+        """
+        with self._pass("prefill", ids, state) as tokens:
+            return torch.cat([self._model.logits(self._feed(part, state)) for part in tokens.split(PASS_TOKENS)])
+
+    def last_logits(self, ids: Iterable[int], state: State) -> torch.Tensor:
+        """Feed ids to a state and return the logits after the last one, float32 [vocab]."""
+        with self._pass("prefill", ids, state) as tokens:
+            for part in tokens.split(PASS_TOKENS):
+                hidden = self._feed(part, state)
+            return self._model.logits(hidden[-1:])[0]
+
+    def logits_in_pieces(
+        self, ids: Iterable[int], state: State, piece_tokens: int = LOGIT_TOKENS
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """As `prefill`, but (first position, logits [up to piece_tokens, vocab]) one after the other."""
+        with self._pass("prefill", ids, state) as tokens:
+            hidden = [self._feed(part, state) for part in tokens.split(PASS_TOKENS)]
+        start = 0
+        for part in hidden:
+            for first in range(0, part.shape[0], piece_tokens):
+                self._open()
+                with torch.no_grad():
+                    piece = self._model.logits(part[first : first + piece_tokens])
+                yield start + first, piece
+            start += part.shape[0]
+
+    def step(self, token_id: int, state: State) -> torch.Tensor:
+        """Feed one token and return the logits after it, float32 [vocab]."""
+        with self._pass("decode", (token_id,), state):
+            return self._model.step(int(token_id), state)
+
+    def generate(
+        self,
+        prompt_ids: Iterable[int],
+        *,
+        max_tokens: int,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        seed: int = 0,
+        stop_ids: Iterable[int] | None = None,
+        state: State | None = None,
+    ) -> Iterator[int]:
+        """Token ids after a prompt, one at a time, until a stop id (which is not handed out) or max_tokens.
+
+        stop_ids  default: the checkpoint's end-of-sequence ids; () never stops
+        state     continue this one; it then holds the prompt and all ids but the last
+        """
+        ids = list(prompt_ids)
+        sampler = Sampler(temperature, top_p, top_k, seed)
+        stops = frozenset(self.config.eos_token_ids if stop_ids is None else stop_ids)
+        self._check_length(len(ids), max_tokens, state)
+        return self._generate(ids, max_tokens, sampler, stops, state or self.new_state())
+
+    def _generate(self, ids, max_tokens, sampler, stops, state) -> Iterator[int]:
+        logits = self.last_logits(ids, state)
+        for written in range(1, max_tokens + 1):
+            token = sampler.choose(logits.numpy())
+            if token in stops:
+                return
+            yield token
+            if written < max_tokens:
+                logits = self.step(token, state)
+
+    def chat(
+        self,
+        messages: list[dict],
+        *,
+        think: bool = False,
+        max_tokens: int = 256,
+        stream: bool = False,
+        tools: list[dict] | None = None,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        seed: int = 0,
+    ) -> ChatResult | Iterator[ChatPiece]:
+        """Answer a conversation. With `stream`, an iterator of ChatPiece whose last one carries the ChatResult."""
+        prompt = self.tokenizer.render(messages, think=think, tools=tools)
+        ids = self.tokenizer.encode(prompt)
+        sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+        tokens = self.generate(ids, max_tokens=max_tokens, **sampling)
+        pieces = self._pieces(len(ids), tokens, max_tokens, opens_thinking(prompt))
+        if stream:
+            return pieces
+        for piece in pieces:
+            if piece.result is not None:
+                return piece.result
+        raise EngineError("the answer ended without a result")
+
+    def _pieces(self, prompt_tokens, tokens, max_tokens, thinking) -> Iterator[ChatPiece]:
+        before = self.stats()
+        words, split = TextStream(self.tokenizer.decode_with_tags), ReasoningSplit(thinking)
+        reasoning, text, written = "", "", 0
+        for token in tokens:
+            written += 1
+            more = split.push(words.push(token))
+            reasoning, text = reasoning + more[0], text + more[1]
+            if any(more):
+                yield ChatPiece(more[1], more[0])
+        tail = split.push(words.finish())
+        end = split.finish()
+        more = (tail[0] + end[0], tail[1] + end[1])
+        reasoning, text = reasoning + more[0], text + more[1]
+        if any(more):
+            yield ChatPiece(more[1], more[0])
+        finish = "length" if written == max_tokens else "stop"
+        stats = _difference(before, self.stats())
+        yield ChatPiece(result=ChatResult(text, reasoning, prompt_tokens, written, finish, stats))
+
+    def stats(self) -> dict:
+        """By phase since the engine was opened: tokens, seconds, tok_s, lookups, hits, misses, bytes_read."""
+        self._open()
+        counts = self._cache.stats()
+        zero = {"lookups": 0, "hits": 0, "misses": 0, "bytes_read": 0}
+        return {
+            phase: _phase(clock.tokens, clock.seconds, counts.get(phase, zero))
+            for phase, clock in vars(self._clocks).items()
+        }
+
+    def _feed(self, tokens: torch.Tensor, state: State) -> torch.Tensor:
+        hidden = self._model.prompt(tokens, state)
+        state.tokens += tokens.shape[0]
+        return hidden
+
+    @contextmanager
+    def _pass(self, phase: str, ids: Iterable[int], state: State) -> Iterator[torch.Tensor]:
+        """Check what comes in, keep the time, and mark the state broken if the pass does not come to its end."""
+        self._open()
+        tokens = torch.as_tensor(ids if isinstance(ids, torch.Tensor) else list(ids), dtype=torch.int64)
+        self._check_ids(tokens)
+        self._check_length(tokens.shape[0], 0, state)
+        if not state.whole:
+            raise EngineError("this state was left half-way by a pass that failed; start again from a new one")
+        clock = getattr(self._clocks, phase)
+        started = time.perf_counter()
+        state.whole = False
+        with torch.no_grad():
+            yield tokens
+        state.whole = True
+        clock.tokens += tokens.shape[0]
+        clock.seconds += time.perf_counter() - started
+
+    def _open(self) -> None:
+        if self._model is None:
+            raise EngineError("this engine is closed")
+
+    def _check_ids(self, tokens: torch.Tensor) -> None:
+        if tokens.ndim != 1 or not tokens.numel():
+            raise EngineError(f"token ids of shape {list(tokens.shape)}; a list of one or more is needed")
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= self.config.vocab_size:
+            raise EngineError(f"token ids from {low} to {high}; the vocabulary is 0 to {self.config.vocab_size - 1}")
+
+    def _check_length(self, prompt_tokens: int, max_tokens: int, state: State | None) -> None:
+        if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 0:
+            raise EngineError(f"max_tokens is {max_tokens!r}; a whole number is needed")
+        before = state.tokens if state is not None else 0
+        limit = self.config.max_position_embeddings
+        if before + prompt_tokens + max_tokens > limit:
+            held = f"{before} in the conversation + " if before else ""
+            raise EngineError(
+                f"{held}{prompt_tokens} prompt + {max_tokens} new tokens are more than the {limit} this model was made for"
+            )
+
+
+def _find_store(path, store, layout: str) -> Store:
+    if store is not None:
+        return Store.open(store) if isinstance(store, str | Path) else store
+    from nemolab.store import is_store, ensure_store
+
+    if path is None:
+        raise EngineError("give a checkpoint folder, or a store")
+    return Store.open(path) if is_store(path) else Store.open(ensure_store(path, layout=layout))
+
+
+def _phase(tokens: int, seconds: float, counts: dict) -> dict:
+    rate = tokens / seconds if seconds > 0 else 0.0
+    return {"tokens": tokens, "seconds": seconds, "tok_s": rate, **counts}
+
+
+def _difference(before: dict, after: dict) -> dict:
+    out = {}
+    for phase, now in after.items():
+        counts = {name: now[name] - before[phase][name] for name in ("lookups", "hits", "misses", "bytes_read")}
+        tokens, seconds = (now[name] - before[phase][name] for name in ("tokens", "seconds"))
+        out[phase] = _phase(tokens, seconds, counts)
+    return out

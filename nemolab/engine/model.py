@@ -1,0 +1,61 @@
+"""The model as a list of layers: embeddings, Mamba / MoE / attention / MLP layers in the config's order, head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from nemolab.engine.attention import AttentionLayer
+from nemolab.engine.mamba import MambaLayer
+from nemolab.engine.mlp import MlpLayer
+from nemolab.engine.moe import MoeLayer
+from nemolab.engine.norm import rms_norm
+from nemolab.engine.state import State
+from nemolab.engine.weights import DenseWeights
+
+
+class Model:
+    """NemotronH over a store: dense parts in memory, routed experts through a cache."""
+
+    def __init__(self, store, cache):
+        config = store.config
+        weights = DenseWeights(store)
+        self.config = config
+        self.embeddings = weights.matrix("backbone.embeddings", config.vocab_size, config.hidden_size)
+        self.layers = []
+        ordinal = 0
+        for index, kind in enumerate(config.layer_types):
+            if kind == "moe":
+                self.layers.append(MoeLayer(config, weights, index, ordinal, store, cache))
+                ordinal += 1
+            else:
+                maker = {"mamba": MambaLayer, "attention": AttentionLayer, "mlp": MlpLayer}[kind]
+                self.layers.append(maker(config, weights, index))
+        self.norm = weights.vector("backbone.norm_f.weight", config.hidden_size)
+        # A stored head wins over the flag: that is what the bytes say.
+        stored = weights.has_module("lm_head")
+        self.head = weights.matrix("lm_head", config.vocab_size, config.hidden_size) if stored else self.embeddings
+        self.nbytes = weights.nbytes
+
+    def prompt(self, ids: torch.Tensor, state: State) -> torch.Tensor:
+        """ids int64 [tokens] -> normed hidden states [tokens, hidden]; the state moves on by these tokens."""
+        x = self.embeddings.take(ids)
+        for layer, layer_state in zip(self.layers, state.layers, strict=True):
+            x = layer.prompt(x, layer_state)
+        return rms_norm(x, self.norm, self.config.layer_norm_epsilon)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Normed hidden states [tokens, hidden] -> logits [tokens, vocab] float32."""
+        return self.head.apply(hidden)
+
+    def logits_in_pieces(self, hidden: torch.Tensor, tokens: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first row, logits [at most `tokens`, vocab]) pieces, so that no whole [tokens, vocab] ever exists."""
+        for start in range(0, hidden.shape[0], tokens):
+            yield start, self.logits(hidden[start : start + tokens])
+
+    def step(self, token_id: int, state: State) -> torch.Tensor:
+        """One token -> logits [vocab]."""
+        hidden = self.prompt(torch.tensor([token_id]), state)
+        state.tokens += 1
+        return self.logits(hidden)[0]

@@ -1,0 +1,90 @@
+"""What a conversation leaves behind in the model: Mamba states, convolution tails, keys and values.
+
+Everything is float32: the recurrent state drifts in anything less, and a state that was filled token by token must
+mean the same as one filled by a prompt pass. A state belongs to one model and one token sequence.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+
+import torch
+
+KV_STEP_TOKENS = 256  # keys and values grow by half, at least by this many tokens
+
+
+@dataclass
+class MambaState:
+    """conv [conv_dim, kernel - 1]: the last inputs of the convolution; ssm [heads, head_dim, state_size]."""
+
+    conv: torch.Tensor
+    ssm: torch.Tensor
+
+
+@dataclass
+class AttentionState:
+    """keys and values [capacity, kv_heads * head_dim]; the first `tokens` rows are in use."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    tokens: int = 0
+
+    def reserve(self, extra: int) -> None:
+        """Make room for `extra` more tokens."""
+        needed = self.tokens + extra
+        capacity = self.keys.shape[0]
+        if needed <= capacity:
+            return
+        grown = max(needed, capacity + max(KV_STEP_TOKENS, capacity // 2))
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            new = torch.empty(grown, old.shape[1])
+            new[: self.tokens] = old[: self.tokens]
+            setattr(self, name, new)
+
+
+@dataclass
+class State:
+    """One layer state for each layer that keeps one (else None), and how many tokens went in.
+
+    whole  False while a pass runs: a pass that failed half-way leaves layers at different tokens, and a state like
+           that must never be continued.
+    """
+
+    layers: list[MambaState | AttentionState | None]
+    tokens: int = 0
+    whole: bool = True
+    _buffers: dict = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def empty(cls, config) -> State:
+        """The state before the first token."""
+        layers: list[MambaState | AttentionState | None] = []
+        inner = config.mamba_num_heads * config.mamba_head_dim
+        conv_dim = inner + 2 * config.n_groups * config.ssm_state_size
+        kv_width = config.num_key_value_heads * config.head_dim
+        for kind in config.layer_types:
+            if kind == "mamba":
+                ssm = torch.zeros(config.mamba_num_heads, config.mamba_head_dim, config.ssm_state_size)
+                layers.append(MambaState(torch.zeros(conv_dim, config.conv_kernel - 1), ssm))
+            elif kind == "attention":
+                layers.append(AttentionState(torch.empty(0, kv_width), torch.empty(0, kv_width)))
+            else:
+                layers.append(None)
+        return cls(layers)
+
+    def copy(self) -> State:
+        """An independent copy, to branch a conversation."""
+        return State(copy.deepcopy(self.layers), self.tokens, self.whole)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in use (not capacity)."""
+        total = 0
+        for layer in self.layers:
+            if isinstance(layer, MambaState):
+                total += 4 * (layer.conv.numel() + layer.ssm.numel())
+            elif isinstance(layer, AttentionState):
+                total += 4 * 2 * layer.tokens * layer.keys.shape[1]
+        return total
