@@ -11,7 +11,7 @@ from nemolab.errors import CheckpointError, NemolabError, UsageError
 from nemolab.paths import configs_folder
 from nemolab.plan import compare_models, plan, plan_checkpoint, plan_config, read_published
 from nemolab.plan.geometry import module_shapes
-from nemolab.plan.precision import read_precision, scalar_bytes
+from nemolab.plan.precision import read_precision
 
 GIB = 2**30
 KEYS = (
@@ -74,12 +74,12 @@ def test_nano_is_exact_to_the_byte():
 def count_all(config):
     """(tensors, bytes) of a whole checkpoint as a config and its formats imply, MTP and scalars included."""
     parsed = ModelConfig.from_dict(config)
-    precision, counted = read_precision(config, "config"), plan_config(parsed)
-    tensors = 0
-    for module in module_shapes(parsed):
+    modules, counted = module_shapes(parsed), plan_config(parsed)
+    precision, tensors = read_precision(parsed, modules, "config"), 0
+    for module in modules:
         format = precision.format_of(module)
         per_copy = 1 + module.biased + (format == "nvfp4")  # weight, bias, block scales
-        tensors += module.copies * per_copy + scalar_bytes(module, format, precision) // 4
+        tensors += module.copies * per_copy + precision.scalar_bytes(module, format) // 4
     return tensors, sum(counted.parts.values()) + counted.routed_scalar_bytes
 
 
@@ -277,18 +277,25 @@ def test_mtp_and_vision_are_counted_apart(mixed_folder, tmp_path):
     assert plan(mixed_folder).routed_bytes == plain.routed_bytes
 
 
-@pytest.mark.parametrize("metadata", ["config", "both"])
+@pytest.mark.parametrize("metadata", ["config", "hf_quant", "both"])
 @pytest.mark.parametrize("uniform", [False, True], ids=["mixed", "uniform"])
-def test_a_config_with_the_vendors_table_counts_like_its_folder(tmp_path, metadata, uniform):
-    formats = dict(shared="nvfp4", mamba="nvfp4", attention="bf16") if uniform else dict(shared="fp8", mamba="fp8")
+def test_a_config_with_the_vendors_list_counts_like_its_folder(tmp_path, metadata, uniform):
+    formats = {"shared": "nvfp4", "mamba": "nvfp4"} if uniform else {"shared": "fp8", "mamba": "fp8"}
     folder = write_checkpoint(tmp_path / "it", metadata=metadata, uniform=uniform, gate="bf16", **formats)
     from_tensors, from_config = plan(folder), plan(folder / "config.json")
-    if uniform and metadata == "config":
-        assert "quantization_config" in json.loads((folder / "config.json").read_text())
-    if "quantization_config" in json.loads((folder / "config.json").read_text()):
-        assert sorted(from_config.split, key=str) == sorted(from_tensors.split, key=str)
-        assert any("lists in quantization_config" in line for line in from_config.assumptions)
-    assert from_config.expert_bytes == from_tensors.expert_bytes
+    plain_vectors = {"A_log", "D", "dt_bias"}  # their dtype is in no list
+    for counted in (from_tensors, from_config):
+        assert counted.experts_as == "nvfp4"
+    assert {s for s in from_config.split if s.module not in plain_vectors} == {
+        s for s in from_tensors.split if s.module not in plain_vectors
+    }
+    where = "hf_quant_config.json" if metadata == "hf_quant" else "config.json: quantization_config"
+    assert any(f"formats are those that {where}" in line for line in from_config.assumptions)
+
+
+def test_the_vendors_list_can_fail(tmp_path):
+    folder = write_checkpoint(tmp_path / "it", metadata="none", gate="bf16", mamba="fp8")
+    assert plan(folder / "config.json").parts["mamba"] != plan(folder).parts["mamba"]
 
 
 def test_experts_as_does_not_touch_a_folder(mixed_folder):
@@ -371,8 +378,9 @@ def test_the_vendors_table_gives_what_our_facts_give():
     """3-Super's facts, written the way its own config.json writes them, one line a module."""
     facts = config_of("nemotron-3-super")
     algorithms = {"fp8": "FP8", "nvfp4": "NVFP4"}
-    precision, table = read_precision(facts, "config"), {}
-    for module in module_shapes(ModelConfig.from_dict(facts)):
+    modules, table = module_shapes(ModelConfig.from_dict(facts)), {}
+    precision = read_precision(ModelConfig.from_dict(facts), modules, "config")
+    for module in modules:
         format = precision.format_of(module)
         if format in algorithms and module.part == "routed":
             table[module.name.partition(".0.")[0]] = {"quant_algo": algorithms[format], "group_size": 16}
@@ -410,8 +418,8 @@ def test_entries_that_name_nothing_are_reported():
         ({"nemolab": {"formats": {"in_proj": "int4"}}}, "nemolab.formats.in_proj is 'int4'"),
         ({"nemolab": {"formats": {"in_proj": {"fp8": 3}}}}, "list of layer numbers"),
         ({"nemolab": {"formats": ["fp8"]}}, "an object was expected"),
-        ({"quantization_config": {"quant_algo": "FOO"}}, "quant_algo is 'FOO'"),
-        ({"quantization_config": {"quantized_layers": {"lm_head": {"quant_algo": "FOO"}}}}, r"\['lm_head'\] is 'FOO'"),
+        ({"quantization_config": {"quant_algo": "FOO"}}, "unknown quant_algo 'FOO'"),
+        ({"quantization_config": {"quantized_layers": {"lm_head": {"quant_algo": "FOO"}}}}, "lm_head .*'FOO'"),
         ({"quantization_config": {"quantized_layers": ["lm_head"]}}, "is a list"),
     ],
     ids=str,

@@ -39,11 +39,6 @@ class ModuleShape:
         return self.copies * prod(self.shape)
 
     @property
-    def linear(self) -> bool:
-        """A matrix that multiplies tokens, which a quantiser may change; routers and embeddings it leaves alone."""
-        return len(self.shape) == 2 and self.kind not in ("gate", "mtp.gate", "embeddings")
-
-    @property
     def layer(self) -> int | None:
         found = re.search(r"\blayers\.(\d+)\.", self.name)
         return int(found[1]) if found else None

@@ -13,7 +13,7 @@ from nemolab.checkpoint.structure import EMBEDDINGS
 from nemolab.errors import CheckpointError, UsageError
 from nemolab.paths import shown
 from nemolab.plan.geometry import kind_of, kv_bytes_per_token, mamba_state_bytes, module_shapes
-from nemolab.plan.precision import DEFAULT_EXPERTS_AS, module_bytes, read_precision, scalar_bytes
+from nemolab.plan.precision import DEFAULT_EXPERTS_AS, module_bytes, read_precision
 from nemolab.units import show_bytes
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def plan(path: str | Path, experts_as: str | None = None) -> Plan:
         raise CheckpointError(f"{path} does not exist; a checkpoint folder or a config.json was needed")
     if path.suffix != ".json":
         raise CheckpointError(f"{path} is no folder and no .json file; a checkpoint folder or a config.json was needed")
-    return plan_config(ModelConfig.load(path), experts_as, where=str(path))
+    return plan_config(ModelConfig.load(path), experts_as, where=str(path), folder=path.parent)
 
 
 def _plan_folder(path: Path, experts_as: str | None) -> Plan:
@@ -183,13 +183,19 @@ def plan_checkpoint(checkpoint: Checkpoint, experts_as: str | None = None) -> Pl
     )
 
 
-def plan_config(config: ModelConfig, experts_as: str | None = None, where: str = "config.json") -> Plan:
-    """Count a bare config by arithmetic; as `plan`. `where` names it in errors and notes."""
+def plan_config(
+    config: ModelConfig, experts_as: str | None = None, where: str = "config.json", folder: Path | None = None
+) -> Plan:
+    """Count a bare config by arithmetic; as `plan`.
+
+    where   names it in errors and notes
+    folder  where the vendor's hf_quant_config.json may lie beside it, to say in what formats the rest is stored
+    """
     shapes = module_shapes(config)
-    precision = read_precision(config.raw, shown(where))
+    precision = read_precision(config, shapes, shown(where), folder)
     facts = config.raw.get("nemolab") if isinstance(config.raw.get("nemolab"), dict) else {}
-    assumptions = [precision.origin]
-    if unused := precision.unused(shapes):
+    assumptions = [precision.origin, *config.notes]
+    if unused := precision.unused:
         assumptions.append(f"{len(unused)} of its entries name no module of this model, such as {unused[0]}")
     if experts_as and experts_as not in ("nvfp4", "mxfp4", "fp8", "bf16"):
         raise UsageError(f"experts_as is {experts_as!r}; nvfp4, mxfp4, fp8 or bf16 was expected")
@@ -199,16 +205,16 @@ def plan_config(config: ModelConfig, experts_as: str | None = None, where: str =
     stated: set[str | None] = set()
     for module in shapes:
         if module.part == ROUTED:
-            said = precision.stated(module)
+            said = precision.said.get(module.name)
             stated.add(said)
             format = experts_as or said or DEFAULT_EXPERTS_AS
             layer = module.name.partition(".experts.")[0]
             one = (format, module.shape, module_bytes(module, format) // module.copies)
             forms[layer] = (*forms.get(layer, ()), one)
-            scalars += scalar_bytes(module, format, precision)
+            scalars += precision.scalar_bytes(module, format)
         else:
             format = precision.format_of(module)
-            size = module_bytes(module, format) + scalar_bytes(module, format, precision)
+            size = module_bytes(module, format) + precision.scalar_bytes(module, format)
             split[module.part, module.kind, format] += size
     form = _same_form(forms, where)
     assumptions.insert(0, _experts_sentence(experts_as, stated - {None}))
