@@ -80,9 +80,10 @@ def read_precision(
     facts = config.raw.get("nemolab")
     if isinstance(facts, dict) and "formats" in facts:
         return _from_facts(facts, modules, where)
-    sources = read_metadata(folder, config)
-    if sources:
-        return _from_list(sources[0], modules, where)
+    for source in read_metadata(folder, config):
+        # A mixed precision without a list of layers says that something is quantised, not what.
+        if source.table or source.default not in (None, PLAIN):
+            return _from_list(source, modules, where)
     return Precision(
         origin=f"{where} lists no formats: everything but the routed experts is counted in BF16 (the router's"
         " correction bias in F32)"
