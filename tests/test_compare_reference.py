@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from synthetic import write_checkpoint
 
 from nemolab.checkpoint import Checkpoint
 from nemolab.compare import reference as reference_module
@@ -14,7 +15,6 @@ from nemolab.compare.measures import kl_rows
 from nemolab.compare.reference import Reference, inverse_softplus, transformers_config
 from nemolab.compare.weights import decode
 from nemolab.errors import CheckpointError, NemolabError
-from synthetic import write_checkpoint
 
 SELF_CHECK = 1e-6
 # Chunks are 16 tokens in these checkpoints: more than two of them, and no whole number.

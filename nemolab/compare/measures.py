@@ -83,6 +83,16 @@ class Greedy:
     mismatches: tuple[Mismatch, ...]
 
 
+@dataclass(frozen=True)
+class SelfCheck:
+    """A model against itself: one pass over a stretch, and the same tokens one at a time."""
+
+    tokens: int
+    kl_mean: float
+    kl_max: float
+    largest_logit_difference: float
+
+
 def check_logits(logits: torch.Tensor, whose: str) -> torch.Tensor:
     """Refuse what cannot be a row of logits: NaN, +inf, or a row of probabilities.
 
@@ -160,6 +170,18 @@ def diverge(
         worst=worst,
         top1_agreement=agreed / len(kl),
     )
+
+
+def check_self(*, one_pass: torch.Tensor, token_by_token: torch.Tensor) -> SelfCheck:
+    """How far one pass lies from token by token, both [tokens, vocabulary] of one model."""
+    kl = torch.cat(
+        [
+            kl_rows(reference=whole, engine=steps)
+            for whole, steps in zip(one_pass.split(ROWS_AT_ONCE), token_by_token.split(ROWS_AT_ONCE), strict=True)
+        ]
+    )
+    difference = float((one_pass - token_by_token).abs().max())
+    return SelfCheck(len(kl), float(kl.mean()), float(kl.max()), difference)
 
 
 def negative_log_likelihoods(ids: list[int], logits: LogitRows) -> torch.Tensor:

@@ -4,9 +4,9 @@ All texts go through a block together, so the weights are read once; a Nemotron-
 (`peak_bytes` gives the arithmetic), where the whole model in float32 would need 450. Two things of transformers are set
 right here, and recorded in `Reference.settings`:
 
-- The Mamba time step. The chunked path floors it at `time_step_min`, the one-token path does not, and neither follows the
-  checkpoint's `time_step_limit`. The limit (absent: 0 to infinity) is set on every mixer and asserted. `stock=True` leaves
-  transformers as it is, to show that the self-check sees the difference.
+- The Mamba time step. The chunked path floors it at `time_step_min`, the one-token path does not, and neither follows
+  the checkpoint's `time_step_limit`. The limit (absent: 0 to infinity) is set on every mixer and checked. `stock=True`
+  leaves transformers as it is, to show that the self-check sees the difference.
 - Attention outside a whole model is causal only under an implementation that masks by itself ("sdpa").
 """
 
@@ -99,7 +99,7 @@ class Reference:
         if unknown or not texts or not all(texts.values()):
             raise NemolabError(f"nothing to read: texts {[*texts]} (each needs a token), stepwise {[*stepwise]}")
         names = list(texts)
-        with torch.inference_mode():
+        with torch.inference_mode(), quiet_transformers():
             hidden = self._embed(texts)
             gaps = {name: torch.full((len(texts[name]),), math.inf) for name in names}
             for index, kind in enumerate(self.layer_types):
@@ -182,8 +182,9 @@ class Reference:
                 step.clamp_(min=low - mixer.dt_bias, max=high - mixer.dt_bias)
 
             mixer.in_proj.register_forward_hook(clamp_time_step)
-        assert mixer.time_step_limit == self.time_step_limit, "the mixer refused its time-step limit"
         self._limits_seen.add(tuple(mixer.time_step_limit))
+        if self._limits_seen != {tuple(self.time_step_limit)}:
+            raise NemolabError(f"mixers hold the time-step limits {self._limits_seen}, not {self.time_step_limit}")
 
     def _run_whole(self, block: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
         return block(hidden)
@@ -266,6 +267,19 @@ def transformers_config(config: ModelConfig):
     made._attn_implementation = "sdpa"
     made._experts_implementation = "eager"
     return made
+
+
+@contextlib.contextmanager
+def quiet_transformers():
+    """Without its hints to install GPU kernels: the plain PyTorch paths are what a reference wants."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The reference's weights: the vendor's bytes, decoded by transformers' own FP4 and FP8 helper, every tensor accounted for.
+"""The reference's weights: the vendor's bytes, decoded by transformers' own helper, every tensor accounted for.
 
 transformers cannot load a ModelOpt checkpoint itself (it skips the unknown scheme, and would cast FP8 weights without
 their scale), so this module decodes first and loads strictly. It shares nothing with `nemolab.checkpoint.formats`: an
@@ -7,8 +7,7 @@ error in our own decoding must not reach both sides of the comparison.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,7 +27,6 @@ TORCH_DTYPES = {
     "I64": torch.int64,
 }
 PLAIN = ("F64", "F32", "F16", "BF16")
-LANGUAGE = ("backbone.", "lm_head.")
 # Scales of activations and of the KV cache: weight-only arithmetic does not use them.
 UNUSED_SUFFIXES = (".input_scale", ".k_scale", ".v_scale")
 # transformers' helper makes int64 indices, eight times the packed bytes: large matrices are decoded in row pieces.
@@ -55,9 +53,6 @@ class SourceWeights:
         """Names of the tensors of one block ("backbone.layers.7") or of what lies outside the layers ("lm_head")."""
         return self._under.get(block, [])
 
-    def stored_bytes(self, name: str) -> int:
-        return self._checkpoint.tensors[name].nbytes
-
     def claim(self, name: str) -> None:
         """Note that `name` and the scales its dtype needs are used. Raises CheckpointError naming what is missing."""
         tensors = self._checkpoint.tensors
@@ -81,7 +76,9 @@ class SourceWeights:
 
     def check_all_claimed(self, names: Iterable[str], where: str) -> None:
         """Raise CheckpointError when the checkpoint holds tensors here that nothing claimed."""
-        extra = sorted(name for name in names if name not in self._used and not name.endswith(UNUSED_SUFFIXES))
+        tensors = self._checkpoint.tensors  # an empty tensor means nothing, so it is nothing to account for
+        extra = [name for name in names if name not in self._used and tensors[name].nbytes]
+        extra = sorted(name for name in extra if not name.endswith(UNUSED_SUFFIXES))
         if extra:
             shown = ", ".join(extra[:5]) + (f" and {len(extra) - 5} more" if len(extra) > 5 else "")
             raise CheckpointError(
@@ -191,12 +188,3 @@ def block_of(name: str) -> str:
     """The block a tensor belongs to: "backbone.layers.7", else its first two parts or its module."""
     parts = name.split(".")
     return ".".join(parts[:3]) if parts[:2] == ["backbone", "layers"] else ".".join(parts[: min(2, len(parts) - 1)])
-
-
-def language_blocks(checkpoint: Checkpoint) -> Iterator[str]:
-    """Each block of the language model that the checkpoint's names mention."""
-    return iter(dict.fromkeys(block_of(name) for name in checkpoint.tensors if name.startswith(LANGUAGE)))
-
-
-def float32_bytes(shape: Iterable[int]) -> int:
-    return 4 * math.prod(shape)
