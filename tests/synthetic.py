@@ -5,9 +5,13 @@ initialisation swapped nibbles would go unnoticed). Each tensor is drawn from a 
 format of one part leaves the weights of the others as they were.
 """
 
+import atexit
 import json
 import math
+import shutil
+import tempfile
 import zlib
+from functools import cache
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -132,6 +136,18 @@ def write_checkpoint(
     _write_metadata(folder, config, formats, metadata, uniform)
     write_small_files(folder, vocab)
     return folder
+
+
+@cache
+def _made_once(arguments):
+    parent = tempfile.mkdtemp(prefix="nemolab-synthetic-")
+    atexit.register(shutil.rmtree, parent, ignore_errors=True)
+    return write_checkpoint(Path(parent) / "model", **dict(arguments))
+
+
+def copy_checkpoint(folder, **arguments) -> Path:
+    """write_checkpoint for tests that spoil what they get: written once a process, then copied."""
+    return Path(shutil.copytree(_made_once(tuple(sorted(arguments.items()))), folder))
 
 
 class _Writer:

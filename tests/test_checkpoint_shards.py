@@ -8,7 +8,7 @@ import pytest
 import torch
 from patching import INDEX, drop_tensor, edit_json
 from safetensors.torch import load_file, save_file
-from synthetic import write_checkpoint
+from synthetic import copy_checkpoint, write_checkpoint
 
 from nemolab.checkpoint import Checkpoint
 from nemolab.errors import CheckpointError
@@ -18,7 +18,7 @@ SECOND = "model-00002-of-00003.safetensors"
 
 @pytest.fixture
 def folder(tmp_path):
-    return write_checkpoint(tmp_path / "model")
+    return copy_checkpoint(tmp_path / "model")
 
 
 def refusal(folder):

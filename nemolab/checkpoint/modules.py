@@ -68,9 +68,9 @@ def find_modules(
     expected = {name: module for name, module in expect_modules(config).items() if module.part not in without}
     groups, unknown = _group(tensors, expected, config)
     notes = _judge_unknown(unknown, config)
-    modules = {}
-    for name, group in groups.items():
-        modules[name] = _make_module(name, group, expected.get(name))
+    # In the order of the model, not of the files: whatever is wrong is reported at the first layer that has it.
+    names = [name for name in expected if name in groups] + [name for name in groups if name not in expected]
+    modules = {name: _make_module(name, groups[name], expected.get(name)) for name in names}
     _check_all_there(modules, expected, config)
     if "routed" not in without:
         _check_experts_alike(modules, config)

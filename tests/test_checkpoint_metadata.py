@@ -1,0 +1,204 @@
+"""Quantisation metadata: either form, both or neither; it is compared with the tensors and decides nothing."""
+
+import json
+
+import pytest
+from patching import edit_json
+from synthetic import copy_checkpoint, write_checkpoint
+
+from nemolab.checkpoint import Checkpoint
+from nemolab.errors import CheckpointError
+
+FC1 = "backbone.layers.1.mixer.fc1_latent_proj"
+IN_PROJ = "backbone.layers.0.mixer.in_proj"
+
+
+def complaints(folder):
+    return [
+        note for note in Checkpoint.open(folder).notes if " says " in note or " lists " in note or "metadata" in note
+    ]
+
+
+def edit_quant(folder, edit):
+    edit_json(folder / "hf_quant_config.json", lambda quant: edit(quant["quantization"]))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """hf_quant_config.json only, mixed by module."""
+    return copy_checkpoint(tmp_path / "model", metadata="hf_quant")
+
+
+@pytest.mark.parametrize("metadata", ["both", "config", "hf_quant"])
+@pytest.mark.parametrize("prefix", ["backbone.", "language_model.backbone.", "model."])
+def test_true_metadata_is_confirmed_silently(tmp_path, metadata, prefix):
+    folder = write_checkpoint(tmp_path, metadata=metadata, prefix=prefix, mtp=True, vision="timm")
+    assert complaints(folder) == []
+
+
+def test_no_metadata_at_all_is_said(tmp_path):
+    assert complaints(write_checkpoint(tmp_path, metadata="none")) == [
+        "no quantisation metadata: neither hf_quant_config.json nor quantization_config in config.json;"
+        " formats were taken from the tensors"
+    ]
+
+
+def test_the_older_uniform_form_is_read(tmp_path):
+    formats = dict(shared="nvfp4", mamba="nvfp4", mamba_heads=4, latent=None)
+    assert complaints(write_checkpoint(tmp_path / "a", uniform=True, **formats)) == []
+    overrides = {IN_PROJ: "fp8"}
+    notes = complaints(
+        write_checkpoint(tmp_path / "b", uniform=True, metadata="hf_quant", overrides=overrides, **formats)
+    )
+    assert notes == [
+        "hf_quant_config.json says backbone.layers.*.mixer.in_proj is nvfp4, the tensors are fp8 (layer 0)"
+    ]
+
+
+def test_two_forms_that_contradict_each_other_are_noted_by_module(tmp_path):
+    folder = write_checkpoint(tmp_path, metadata="both")
+    edit_quant(folder, lambda quant: quant["quantized_layers"].update({IN_PROJ: {"quant_algo": "NVFP4"}}))
+    notes = complaints(folder)
+    assert any(
+        note.startswith("config.json: quantization_config says") and "hf_quant_config.json says nvfp4" in note
+        for note in notes
+    )
+    assert any(
+        "hf_quant_config.json says backbone.layers.*.mixer.in_proj is nvfp4, the tensors are fp8" in n for n in notes
+    )
+
+
+def test_modules_that_are_listed_as_excluded_but_stored_quantised_are_reported_by_layer(tmp_path):
+    folder = write_checkpoint(tmp_path, metadata="hf_quant", overrides={FC1: "fp8"})
+    edit_quant(folder, lambda quant: quant["quantized_layers"].pop(FC1) and None)
+    edit_quant(folder, lambda quant: quant.update(exclude_modules=["*fc1_latent_proj"]))
+    assert complaints(folder) == [
+        "hf_quant_config.json says backbone.layers.*.mixer.fc1_latent_proj is not quantised, the tensors are fp8"
+        " (layer 1)"
+    ]
+
+
+def test_thousands_of_disagreements_make_one_line(folder):
+    def lie(quant):
+        quant["quantized_layers"] = {"backbone.layers.1.mixer.experts": {"quant_algo": "FP8"}}
+
+    edit_quant(folder, lie)
+    said = "hf_quant_config.json says backbone.layers.*.mixer.experts.*.up_proj is fp8, the tensors are nvfp4"
+    assert f"{said} (8 modules, layer 1)" in complaints(folder)
+
+
+def test_keys_at_container_level_speak_for_what_they_hold(folder):
+    def contain(quant):
+        for layer in (1, 4):
+            names = [name for name in quant["quantized_layers"] if f"layers.{layer}.mixer.experts." in name]
+            for name in names:
+                del quant["quantized_layers"][name]
+            quant["quantized_layers"][f"backbone.layers.{layer}.mixer.experts"] = {"quant_algo": "NVFP4"}
+
+    edit_quant(folder, contain)
+    assert complaints(folder) == []
+
+
+def test_a_null_table_is_an_empty_one(folder):
+    edit_quant(folder, lambda quant: quant.update(quantized_layers=None, exclude_modules=None))
+    assert complaints(folder) == []
+
+
+def test_globs_and_the_w4a16_spelling_are_understood(folder):
+    def rewrite(quant):
+        quant["quantized_layers"] = {
+            "backbone.layers.*.mixer.experts.*": {"quant_algo": "W4A16_NVFP4"},
+            "*.in_proj": {"quant_algo": "FP8"},
+            "*.out_proj": {"quant_algo": "FP8"},
+            "*shared_experts*": {"quant_algo": "FP8"},
+        }
+        quant["exclude_modules"] = ["mtp*", "lm_head", "*latent_proj"]
+
+    edit_quant(folder, rewrite)
+    assert complaints(folder) == []
+
+
+def test_table_entries_for_nothing_stored_are_reported(folder):
+    edit_quant(
+        folder,
+        lambda quant: quant["quantized_layers"].update({"backbone.layers.77.mixer.in_proj": {"quant_algo": "FP8"}}),
+    )
+    assert complaints(folder) == [
+        "hf_quant_config.json lists 1 modules that are not stored, such as backbone.layers.77.mixer.in_proj"
+    ]
+
+
+def groups(bits=4, targets=("Linear",)):
+    return {"group_0": {"weights": {"type": "float", "num_bits": bits, "group_size": 16}, "targets": list(targets)}}
+
+
+def test_config_groups_are_read_where_there_is_no_table(tmp_path):
+    folder = write_checkpoint(tmp_path, metadata="config")
+
+    def regroup(config):
+        table = config["quantization_config"].pop("quantized_layers")
+        by_algorithm = {}
+        for name, entry in table.items():
+            by_algorithm.setdefault(entry["quant_algo"], []).append(name)
+        config["quantization_config"]["config_groups"] = {
+            "group_0": groups(8, by_algorithm["FP8"])["group_0"],
+            "group_1": groups(4, by_algorithm["NVFP4"])["group_0"],
+        }
+
+    edit_json(folder / "config.json", regroup)
+    assert complaints(folder) == []
+    edit_json(folder / "config.json", lambda config: config["quantization_config"].update(config_groups=groups()))
+    assert any(
+        "config_groups says lm_head is nvfp4, the tensors are not quantised" in note for note in complaints(folder)
+    )
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda q: q.update(quant_algo="FOO"), "hf_quant_config.json has the unknown quant_algo 'FOO'; known are NV"),
+        (lambda q: q["quantized_layers"].update({FC1: {"quant_algo": "FOO"}}), f"{FC1} has the unknown quant_algo"),
+        (lambda q: q["quantized_layers"].update({FC1: {"quant_algo": None}}), "unknown quant_algo 'None'"),
+        (lambda q: q["quantized_layers"].update({FC1: {}}), "unknown quant_algo 'None'"),
+        (lambda q: q.update(quantized_layers=[]), "quantized_layers is a list; an object was expected"),
+        (lambda q: q.update(exclude_modules="lm_head"), "a list of module names was expected"),
+        (lambda q: q.update(exclude_modules=[3]), "a list of module names was expected"),
+        (lambda q: q.update(config_groups=[]), "config_groups is a list"),
+        (lambda q: q.update(config_groups={"g": {"weights": {"type": "int", "num_bits": 4}}}), "float of 4 or 8 bits"),
+        (lambda q: q.update(config_groups={"g": 3}), "float of 4 or 8 bits"),
+        (lambda q: q.update(quant_method="compressed-tensors"), "quant_method 'compressed-tensors': only ModelOpt's"),
+    ],
+)  # fmt: skip
+def test_unknown_and_foreign_metadata_is_refused(folder, edit, words):
+    edit_quant(folder, edit)
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint.open(folder)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"quantization": 3}', '{"quantization": {"quant_algo": []}}'])
+def test_a_broken_metadata_file_is_refused(folder, content):
+    (folder / "hf_quant_config.json").write_text(content)
+    with pytest.raises(CheckpointError, match="hf_quant_config.json"):
+        Checkpoint.open(folder)
+
+
+def test_nested_configs_may_carry_their_own(tmp_path):
+    folder = write_checkpoint(tmp_path, metadata="config", prefix="language_model.backbone.")
+
+    def nest(config):
+        config["llm_config"]["quantization_config"] = config.pop("quantization_config") | {"quant_algo": "FOO"}
+
+    edit_json(folder / "config.json", nest)
+    with pytest.raises(
+        CheckpointError, match="config.json: llm_config: quantization_config has the unknown quant_algo"
+    ):
+        Checkpoint.open(folder)
+
+
+def test_a_stranger_s_endless_list_of_globs_is_cut_short(folder):
+    """10,000 globs on every module would take minutes; the answer is a note at most."""
+    stars = [f"*{number}*a*b*c*" for number in range(10_000)]
+    text = json.dumps({"quantization": {"quant_algo": "MIXED_PRECISION", "exclude_modules": stars}})
+    (folder / "hf_quant_config.json").write_text(text)
+    assert complaints(folder) == []
