@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -126,40 +127,44 @@ def execute(path: Path, model: Path | None = None) -> tuple[Outcome, nbformat.No
     from nbclient.exceptions import CellExecutionError, DeadKernelError
 
     notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(
-        notebook,
-        kernel_manager_class=_this_python(),
-        timeout=None,
-        record_timing=False,
-        coalesce_streams=True,
-        resources={"metadata": {"path": str(path.parent)}},
-    )
     position = [0]
-    client.on_cell_start = lambda cell, cell_index: position.__setitem__(0, cell_index)
     started = time.perf_counter()
     error = ""
-    try:
-        client.execute(env=_environment(model))
-    except Exception as problem:
-        # On SIGINT and SIGTERM nbclient stops the kernel, then trips over its death: that was the user, not a fault.
-        if getattr(client, "_async_cleanup_kernel_future", None) is not None:
-            raise KeyboardInterrupt from None
-        if isinstance(problem, CellExecutionError):
-            error = f"cell {position[0] + 1}: {problem.ename}: {_one_line(problem.evalue)}"
-        elif not isinstance(problem, DeadKernelError | RuntimeError):
-            raise
-        else:
-            error = f"cell {position[0] + 1}: {_one_line(str(problem)) or 'the kernel died'} (out of memory?)"
-    outcome = Outcome(path.stem, time.perf_counter() - started, find_headline(notebook), error)
-    return outcome, notebook
+    # The kernel's sockets and IPython's profile, out of the user's own and on a path short enough for a socket.
+    with tempfile.TemporaryDirectory(prefix="nemolab-kernel-") as scratch:
+        client = NotebookClient(
+            notebook,
+            kernel_manager_class=_this_python(Path(scratch)),
+            timeout=None,
+            record_timing=False,
+            coalesce_streams=True,
+            resources={"metadata": {"path": str(path.parent)}},
+            on_cell_start=lambda cell, cell_index: position.__setitem__(0, cell_index),
+        )
+        try:
+            client.execute(env=_environment(model, Path(scratch)))
+        except Exception as problem:
+            # On SIGINT and SIGTERM nbclient stops the kernel, then trips over its death: the user, not a fault.
+            if getattr(client, "_async_cleanup_kernel_future", None) is not None:
+                raise KeyboardInterrupt from None
+            if isinstance(problem, CellExecutionError):
+                error = f"cell {position[0] + 1}: {problem.ename}: {_one_line(problem.evalue)}"
+            elif isinstance(problem, DeadKernelError | RuntimeError):
+                error = f"cell {position[0] + 1}: {_one_line(str(problem)) or 'the kernel died'} (out of memory?)"
+            else:
+                raise
+    return Outcome(path.stem, time.perf_counter() - started, find_headline(notebook), error), notebook
 
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())[:300]
 
 
-def _this_python() -> type:
-    """A kernel manager that starts this very Python, whatever `python3` kernels are registered on the machine."""
+def _this_python(scratch: Path) -> type:
+    """A kernel manager that starts this very Python, whatever `python3` kernels are registered on the machine.
+
+    It talks to the kernel through sockets in `scratch`: over TCP every user of the machine could listen.
+    """
     from jupyter_client.kernelspec import KernelSpec
     from jupyter_client.manager import AsyncKernelManager
 
@@ -170,12 +175,16 @@ def _this_python() -> type:
             language="python",
         )
 
+        def __init__(self, **settings):
+            super().__init__(transport="ipc", connection_file=str(scratch / "kernel.json"), **settings)
+
     return ThisPython
 
 
-def _environment(model: Path | None) -> dict[str, str]:
+def _environment(model: Path | None, scratch: Path) -> dict[str, str]:
     environment = dict(os.environ)
     environment["NEMOLAB_HOME"] = str(paths.home())
+    environment["IPYTHONDIR"] = str(scratch)
     environment["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"  # figures into the notebook, not a window
     if model is not None:
         environment["NEMOLAB_MODEL"] = str(Path(model).absolute())

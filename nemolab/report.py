@@ -22,6 +22,13 @@ def headline(text: str) -> None:
     display(Markdown(f"**{text}**"), metadata={HEADLINE: text})
 
 
+def takeaway(*points: str) -> None:
+    """Show what a notebook found, as bullets: computed, so that they hold for whatever model it ran on."""
+    from IPython.display import Markdown, display
+
+    display(Markdown("\n".join(f"- {point}" for point in points)))
+
+
 def find_headline(notebook: "nbformat.NotebookNode") -> str:
     """The last headline in a notebook's outputs; empty without one."""
     found = ""

@@ -3,6 +3,8 @@
 import functools
 import os
 import platform
+import shutil
+import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -57,10 +59,16 @@ def usable_cores() -> int:
 
 
 def gpu_name() -> str | None:
-    """The first CUDA card's name, null without one."""
-    import torch
-
-    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+    """The first NVIDIA card's name, null without one. Asks the driver's tool: importing torch would take seconds."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    command = [tool, "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        names = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.split("\n")
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return names[0].strip() or None
 
 
 def _version(name: str) -> str | None:
