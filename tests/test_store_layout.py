@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemolab.errors import StoreError
-from nemolab.store.layout import LAYOUTS, PAGE_BYTES, BlockLayout, ExpertViews, transpose_nibbles
+from nemolab.store.layout import LAYOUTS, PAGE_BYTES, BlockLayout, ExpertViews
+from nemolab.store.nibbles import transpose_nibbles, transpose_nibbles_fast
 
 SIZES = [(16, 2), (32, 64), (96, 64), (48, 34), (256, 128), (80, 30)]
 
@@ -70,6 +71,15 @@ def test_all_byte_values_survive_in_every_place():
     transpose_nibbles(once, twice)
     assert np.array_equal(twice, source)
     assert once[2 * 0x21, 0] == 0x1 | (0xDE & 0xF) << 4  # byte 0x21 is at column 0x21, its partner is 0xDE
+
+
+@pytest.mark.parametrize("rows, row_bytes", [(16, 8), (64, 24), (1024, 1344), (16, 3), (34, 24), (2, 1)])
+def test_the_compiled_transposition_equals_the_plain_one(rows, row_bytes):
+    packed = np.random.default_rng(rows).integers(0, 256, (rows, row_bytes), dtype=np.uint8)
+    plain, compiled = (np.empty((2 * row_bytes, rows // 2), np.uint8) for _ in range(2))
+    transpose_nibbles(packed, plain)
+    transpose_nibbles_fast(packed, compiled)
+    assert np.array_equal(plain, compiled)
 
 
 @settings(max_examples=60, deadline=None)

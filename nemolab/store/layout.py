@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from nemolab.errors import StoreError
+from nemolab.store.nibbles import Transpose, transpose_nibbles
 
 PAGE_BYTES = 4096
 GROUP = 16  # values that share a block scale
@@ -123,11 +124,11 @@ class BlockLayout:
             return self.views(block)
         return self.views(block)._replace(down_values=published.down_values, down_scales=published.down_scales)
 
-    def settle(self, landed: ExpertViews, block: np.ndarray) -> None:
+    def settle(self, landed: ExpertViews, block: np.ndarray, transpose: Transpose = transpose_nibbles) -> None:
         """Finish a block, uint8 [block_bytes], whose published planes were put into `landing`."""
         if self.name == "neuron":
             views = self.views(block)
-            transpose_nibbles(landed.down_values, views.down_values)
+            transpose(landed.down_values, views.down_values)
             views.down_scales[...] = landed.down_scales.T
         block[self.payload_bytes :] = 0
 
@@ -153,15 +154,3 @@ class BlockLayout:
             planes["down_values"][...] = views.down_values
             planes["down_scales"][...] = views.down_scales
         return ExpertViews(**planes)
-
-
-def transpose_nibbles(packed: np.ndarray, out: np.ndarray) -> None:
-    """Transpose a matrix of 4-bit codes, two to a byte along its last axis, low nibble first.
-
-    packed  uint8 [R, C/2] holds codes [R, C], R and C even
-    out     uint8 [C, R/2] receives codes [C, R]
-    Doing it twice gives the first bytes back, so it is its own inverse.
-    """
-    even, odd = packed[0::2], packed[1::2]
-    out[0::2] = ((even & 0x0F) | (odd << 4)).T
-    out[1::2] = ((even >> 4) | (odd & 0xF0)).T

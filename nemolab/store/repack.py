@@ -16,6 +16,7 @@ from nemolab.errors import StoreError
 from nemolab.store import contents, direct_io, files
 from nemolab.store.layout import BlockLayout
 from nemolab.store.manifest import Manifest
+from nemolab.store.nibbles import Transpose, choose_transpose
 from nemolab.store.reader import to_stderr
 from nemolab.store.target import Target
 from nemolab.store.tensor_file import Outgoing, Written, write_tensor_file
@@ -151,6 +152,7 @@ def _write_experts(
     stop = threading.Event()
     final = folder / files.EXPERTS
     partial = final.with_name(final.name + files.PARTIAL)
+    transpose = choose_transpose(blocks.block_bytes * len(plan.experts))
     writer = BlockWriter(partial, blocks.block_bytes, len(plan.experts), announce)
 
     def work() -> None:
@@ -159,7 +161,7 @@ def _write_experts(
         for index in jobs:  # next() on it is atomic: each expert is taken once
             if stop.is_set():
                 return
-            globals_[index] = _read_expert(checkpoint, plan.experts[index], blocks, block, spare)
+            globals_[index] = _read_expert(checkpoint, plan.experts[index], blocks, block, spare, transpose)
             checksums[index] = files.crc32(block)
             writer.write(index, block)
             count.add(blocks.block_bytes)
@@ -182,7 +184,12 @@ def _write_experts(
 
 
 def _read_expert(
-    checkpoint: Checkpoint, pair: tuple[Module, Module], blocks: BlockLayout, block: np.ndarray, spare: np.ndarray
+    checkpoint: Checkpoint,
+    pair: tuple[Module, Module],
+    blocks: BlockLayout,
+    block: np.ndarray,
+    spare: np.ndarray,
+    transpose: Transpose,
 ) -> tuple[float, float]:
     """Fill `block` with one expert; returns its two global scales."""
     up, down = pair
@@ -193,7 +200,7 @@ def _read_expert(
     checkpoint.read_into(down.tensors["weight_scale"].name, landed.down_scales)
     scale_2 = [checkpoint.scalar(module.tensors["weight_scale_2"].name) for module in pair]
     check_expert_scales(ExpertBytes(*landed, *scale_2), up.name.removesuffix(".up_proj"))
-    blocks.settle(landed, block)
+    blocks.settle(landed, block, transpose)
     return tuple(scale_2)
 
 
