@@ -97,6 +97,11 @@ def address_of(typing, array):
     return types.int64(array), build
 
 
+def array_address(array) -> int:
+    """The same outside compiled code."""
+    return array.__array_interface__["data"][0]
+
+
 @intrinsic
 def zeros(typing):
     """Eight zeros."""
@@ -167,6 +172,28 @@ def store_f32(typing, address, a):
         return context.get_dummy_value()
 
     return types.void(types.int64, lanes), build
+
+
+@intrinsic
+def store_pairs(typing, address, even, odd):
+    """Write sixteen float32: even[0], odd[0], even[1], odd[1] ..."""
+
+    def build(context, builder, signature, args):
+        address, even, odd = args
+        mask = ir.Constant(ir.VectorType(_I32, 16), [place for i in range(8) for place in (i, 8 + i)])
+        both = builder.shuffle_vector(even, odd, mask)
+        builder.store(both, builder.inttoptr(address, ir.PointerType(both.type))).align = 1
+        return context.get_dummy_value()
+
+    return types.void(types.int64, lanes, lanes), build
+
+
+@intrinsic
+def count_trailing_zeros(typing, bits):
+    """Place of the lowest set bit."""
+    return types.uint32(types.uint32), lambda context, builder, signature, args: builder.cttz(
+        args[0], ir.Constant(ir.IntType(1), 1)
+    )
 
 
 @intrinsic

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from nemolab.engine.norm import rms_norm
 from nemolab.engine.state import AttentionState
 from nemolab.engine.weights import DenseWeights
+from nemolab.kernels.attention_step import attention_step
+from nemolab.kernels.matvec import ADD
+from nemolab.kernels.rms_norm import rms_norm as rms_norm_step
+from nemolab.kernels.team import Team
 
 SCORES_BYTES = 64 * 2**20  # float32 scores held at once: the query rows of a long prompt go in pieces
 
@@ -28,6 +33,24 @@ class AttentionLayer:
         self.k_proj = weights.matrix(f"{name}.mixer.k_proj", kv_width, hidden)
         self.v_proj = weights.matrix(f"{name}.mixer.v_proj", kv_width, hidden)
         self.o_proj = weights.matrix(f"{name}.mixer.o_proj", hidden, width)
+        self._norm, self._eps = self.norm.numpy(), np.float32(self.eps)
+        self._h, self._q, self._mixed = (np.empty(size, np.float32) for size in (hidden, width, width))
+        self._scores = np.empty((self.heads, 0), np.float32)
+
+    def step(self, team: Team, x: np.ndarray, state: AttentionState) -> None:
+        """One token: x float32 [hidden] plus the mixer's output, in place; its key and value are appended."""
+        rms_norm_step(x, self._norm, self._eps, self._h)
+        state.reserve(1)
+        self.q_proj.multiply(self._h, self._q)
+        self.k_proj.multiply(self._h, state.key_array[state.tokens])
+        self.v_proj.multiply(self._h, state.value_array[state.tokens])
+        state.tokens += 1
+        if self._scores.shape[1] < state.tokens:
+            self._scores = np.empty((self.heads, state.keys.shape[0]), np.float32)
+        attention_step(
+            team, self._q, state.key_array, state.value_array, state.tokens, self.head_dim, self._scores, self._mixed
+        )
+        self.o_proj.multiply(self._mixed, x, ADD)
 
     def prompt(self, x: torch.Tensor, state: AttentionState) -> torch.Tensor:
         """x [tokens, hidden] -> x plus the mixer's output, in place; keys and values are appended."""

@@ -149,13 +149,13 @@ class Engine:
         For long prompts `last_logits` and `logits_in_pieces` need far less memory.
         """
         with self._pass("prefill", ids, state) as tokens:
-            return torch.cat([self._model.logits(self._feed(part, state)) for part in tokens.split(PASS_TOKENS)])
+            return torch.cat([self._model.logits(self._model.prompt(part, state)) for part in tokens.split(PASS_TOKENS)])
 
     def last_logits(self, ids: Iterable[int], state: State) -> torch.Tensor:
         """Feed ids to a state and return the logits after the last one, float32 [vocab]."""
         with self._pass("prefill", ids, state) as tokens:
             for part in tokens.split(PASS_TOKENS):
-                hidden = self._feed(part, state)
+                hidden = self._model.prompt(part, state)
             return self._model.logits(hidden[-1:])[0]
 
     def logits_in_pieces(
@@ -163,7 +163,7 @@ class Engine:
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """As `prefill`, but (first position, logits [up to piece_tokens, vocab]) one after the other."""
         with self._pass("prefill", ids, state) as tokens:
-            hidden = [self._feed(part, state) for part in tokens.split(PASS_TOKENS)]
+            hidden = [self._model.prompt(part, state) for part in tokens.split(PASS_TOKENS)]
         start = 0
         for part in hidden:
             for first in range(0, part.shape[0], piece_tokens):
@@ -266,11 +266,6 @@ class Engine:
             phase: _phase(clock.tokens, clock.seconds, counts.get(phase, zero))
             for phase, clock in vars(self._clocks).items()
         }
-
-    def _feed(self, tokens: torch.Tensor, state: State) -> torch.Tensor:
-        hidden = self._model.prompt(tokens, state)
-        state.tokens += tokens.shape[0]
-        return hidden
 
     @contextmanager
     def _pass(self, phase: str, ids: Iterable[int], state: State) -> Iterator[torch.Tensor]:

@@ -5,12 +5,17 @@ The time step is softplus(dt + dt_bias), limited by `config.time_step_limit` and
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from nemolab.engine.norm import gated_rms_norm, rms_norm
 from nemolab.engine.state import MambaState
 from nemolab.engine.weights import DenseWeights
+from nemolab.kernels.mamba_step import MambaStep
+from nemolab.kernels.matvec import ADD
+from nemolab.kernels.rms_norm import rms_norm as rms_norm_step
+from nemolab.kernels.team import Team
 
 CHUNK = 64  # tokens whose mutual influence is computed at once, as a matrix
 PIECE_TOKENS = 1024  # tokens projected at once: in_proj's output is the widest activation of the model
@@ -41,6 +46,21 @@ class MambaLayer:
         self.dt_bias = weights.vector(f"{name}.mixer.dt_bias", self.heads)
         self.gated_norm = weights.vector(f"{name}.mixer.norm.weight", self.inner)
         self.out_proj = weights.matrix(f"{name}.mixer.out_proj", hidden, self.inner)
+        self._step = MambaStep(
+            self.conv[:, 0].numpy(), self.conv_bias.numpy(), self.a.numpy(), self.d.numpy(), self.dt_bias.numpy(),
+            self.dt_limit, self.gated_norm.numpy(), self.groups, self.eps,
+        )  # fmt: skip
+        self._norm, self._eps = self.norm.numpy(), np.float32(self.eps)
+        self._h = np.empty(hidden, np.float32)
+        self._projected = np.empty(self.in_proj.rows, np.float32)
+        self._y = np.empty(self.inner, np.float32)
+
+    def step(self, team: Team, x: np.ndarray, state: MambaState) -> None:
+        """One token: x float32 [hidden] plus the mixer's output, in place; the state moves on."""
+        rms_norm_step(x, self._norm, self._eps, self._h)
+        self.in_proj.multiply(self._h, self._projected)
+        self._step.run(team, self._projected, state.conv_array, state.ssm_array, self._y)
+        self.out_proj.multiply(self._y, x, ADD)
 
     def prompt(self, x: torch.Tensor, state: MambaState) -> torch.Tensor:
         """x [tokens, hidden] -> x plus the mixer's output, in place; the state moves on by these tokens."""

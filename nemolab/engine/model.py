@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
+import numpy as np
 import torch
 
 from nemolab.engine.attention import AttentionLayer
@@ -13,21 +12,23 @@ from nemolab.engine.moe import MoeLayer
 from nemolab.engine.norm import rms_norm
 from nemolab.engine.state import State
 from nemolab.engine.weights import DenseWeights
+from nemolab.kernels.rms_norm import rms_norm as rms_norm_step
+from nemolab.kernels.team import Team
 
 
 class Model:
     """NemotronH over a store: dense parts in memory, routed experts through a cache."""
 
-    def __init__(self, store, cache):
+    def __init__(self, store, cache, team: Team):
         config = store.config
-        weights = DenseWeights(store)
-        self.config = config
+        weights = DenseWeights(store, team)
+        self.config, self.team = config, team
         self.embeddings = weights.matrix("backbone.embeddings", config.vocab_size, config.hidden_size)
         self.layers = []
         ordinal = 0
         for index, kind in enumerate(config.layer_types):
             if kind == "moe":
-                self.layers.append(MoeLayer(config, weights, index, ordinal, store, cache))
+                self.layers.append(MoeLayer(config, weights, index, ordinal, store, cache, team))
                 ordinal += 1
             else:
                 maker = {"mamba": MambaLayer, "attention": AttentionLayer, "mlp": MlpLayer}[kind]
@@ -37,25 +38,28 @@ class Model:
         stored = weights.has_module("lm_head")
         self.head = weights.matrix("lm_head", config.vocab_size, config.hidden_size) if stored else self.embeddings
         self.nbytes = weights.nbytes
+        self._norm, self._eps = self.norm.numpy(), np.float32(config.layer_norm_epsilon)
+        self._h = np.empty(config.hidden_size, np.float32)
 
     def prompt(self, ids: torch.Tensor, state: State) -> torch.Tensor:
         """ids int64 [tokens] -> normed hidden states [tokens, hidden]; the state moves on by these tokens."""
         x = self.embeddings.take(ids)
         for layer, layer_state in zip(self.layers, state.layers, strict=True):
             x = layer.prompt(x, layer_state)
+        state.tokens += ids.shape[0]
         return rms_norm(x, self.norm, self.config.layer_norm_epsilon)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Normed hidden states [tokens, hidden] -> logits [tokens, vocab] float32."""
         return self.head.apply(hidden)
 
-    def logits_in_pieces(self, hidden: torch.Tensor, tokens: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """(first row, logits [at most `tokens`, vocab]) pieces, so that no whole [tokens, vocab] ever exists."""
-        for start in range(0, hidden.shape[0], tokens):
-            yield start, self.logits(hidden[start : start + tokens])
-
     def step(self, token_id: int, state: State) -> torch.Tensor:
-        """One token -> logits [vocab]."""
-        hidden = self.prompt(torch.tensor([token_id]), state)
+        """One token -> logits [vocab] float32, by the step kernels; the state moves on by it."""
+        x = self.embeddings.take(torch.tensor([token_id]))[0].numpy()
+        for layer, layer_state in zip(self.layers, state.layers, strict=True):
+            layer.step(self.team, x, layer_state)
         state.tokens += 1
-        return self.logits(hidden)[0]
+        rms_norm_step(x, self._norm, self._eps, self._h)
+        logits = np.empty(self.head.rows, np.float32)
+        self.head.multiply(self._h, logits)
+        return torch.from_numpy(logits)

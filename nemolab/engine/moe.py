@@ -6,68 +6,43 @@ scatter_add_: the order in which experts arrive (from RAM or from disk) never re
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from nemolab.engine.mlp import PIECE_TOKENS, Mlp
 from nemolab.engine.norm import rms_norm
 from nemolab.engine.weights import DenseWeights
-from nemolab.kernels.nvfp4 import decode_nvfp4_rows
-
-
-@dataclass(frozen=True)
-class Router:
-    """Sigmoid router with a correction bias: the bias takes part in the choice, never in the weights. All float32."""
-
-    weight: torch.Tensor  # [experts, hidden]
-    bias: torch.Tensor  # [experts]
-    top_k: int
-    groups: int
-    top_groups: int
-    normalise: bool
-    scaling: float
-
-    def choose(self, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """h [tokens, hidden] -> experts int64 [tokens, top_k] in rank order, weights float32 the same shape.
-
-        Rank = choice key descending; ties go to the lowest id (a stable sort, torch.topk promises nothing there).
-        """
-        scores = torch.sigmoid(F.linear(h, self.weight))
-        key = scores + self.bias
-        if self.groups > 1:
-            grouped = key.unflatten(-1, (self.groups, -1))
-            best_two = grouped.topk(min(2, grouped.shape[-1]), dim=-1)[0].sum(-1)
-            ranked = best_two.sort(dim=-1, descending=True, stable=True)[1]
-            barred = torch.ones_like(best_two, dtype=torch.bool).scatter_(1, ranked[:, : self.top_groups], False)
-            key = grouped.masked_fill(barred[..., None], -torch.inf).flatten(-2)
-        experts = key.sort(dim=-1, descending=True, stable=True)[1][:, : self.top_k]
-        weights = scores.gather(1, experts)
-        if self.normalise:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return experts, weights * self.scaling
+from nemolab.kernels.decode_nvfp4 import decode_columns, decode_neurons, decode_rows
+from nemolab.kernels.expert_step import ExpertStep
+from nemolab.kernels.matvec import ADD
+from nemolab.kernels.rms_norm import rms_norm as rms_norm_step
+from nemolab.kernels.router_step import RouterStep, router_step_torch
+from nemolab.kernels.simd import array_address
+from nemolab.kernels.team import Team
 
 
 class MoeLayer:
-    """norm -> router, latent down, routed experts, latent up, plus the shared expert, plus the residual."""
+    """norm -> router, latent down, routed experts, latent up, plus the shared expert, plus the residual.
 
-    def __init__(self, config, weights: DenseWeights, index: int, ordinal: int, store, cache):
-        self.ordinal = ordinal
-        self.eps = config.layer_norm_epsilon
-        self.store, self.cache = store, cache
-        self.inter, self.width = config.expert_inter, config.expert_in
-        self.scales_2 = torch.from_numpy(store.globals[ordinal])
+    ordinal  which MoE layer this is, counting MoE layers only: how store and cache number them
+    """
+
+    def __init__(self, config, weights: DenseWeights, index: int, ordinal: int, store, cache, team: Team):
+        self.ordinal, self.store, self.cache, self.team = ordinal, store, cache, team
+        self.eps, self.width = config.layer_norm_epsilon, config.expert_in
+        self.scales_2 = np.ascontiguousarray(store.globals[ordinal])
         name, hidden = f"backbone.layers.{index}", config.hidden_size
         self.norm = weights.vector(f"{name}.norm.weight", hidden)
-        self.router = Router(
-            weight=weights.tensor(f"{name}.mixer.gate.weight", (config.n_experts, hidden)),
-            bias=weights.vector(f"{name}.mixer.gate.e_score_correction_bias", config.n_experts),
-            top_k=config.top_k,
-            groups=config.n_group,
-            top_groups=config.topk_group,
-            normalise=config.norm_topk_prob,
-            scaling=config.routed_scaling_factor,
+        # Router weights are small and decide everything: float32, whatever they are stored in.
+        self.gate = weights.matrix(f"{name}.mixer.gate", config.n_experts, hidden).in_float32()
+        self.gate_bias = weights.vector(f"{name}.mixer.gate.e_score_correction_bias", config.n_experts)
+        self.routing = (
+            config.top_k,
+            config.n_group,
+            config.topk_group,
+            config.norm_topk_prob,
+            config.routed_scaling_factor,
         )
         self.latent_down = self.latent_up = None
         if weights.has_module(f"{name}.mixer.fc1_latent_proj"):
@@ -77,26 +52,52 @@ class MoeLayer:
         self.shared = None
         if weights.has_module(f"{shared}.up_proj"):
             self.shared = Mlp(weights, shared, hidden, config.moe_shared_expert_intermediate_size)
+        self._router = RouterStep(config.n_experts, *self.routing)
+        self._experts = ExpertStep(*store.expert_shape, config.top_k, store.layout)
+        self._norm, self._bias, self._eps = self.norm.numpy(), self.gate_bias.numpy(), np.float32(self.eps)
+        self._h, self._logits = np.empty(hidden, np.float32), np.empty(config.n_experts, np.float32)
+        self._latent, self._routed = np.empty(self.width, np.float32), np.empty(self.width, np.float32)
+
+    def step(self, team: Team, x: np.ndarray, state: None = None) -> None:
+        """One token: x float32 [hidden] plus the layer's output, in place."""
+        h = self._h
+        rms_norm_step(x, self._norm, self._eps, h)
+        self.gate.multiply(h, self._logits)
+        experts, weights = self._router.run(self._logits, self._bias)
+        rows = self.cache.lookup_rows(self.ordinal, experts.tolist(), "decode")
+        latent = h
+        if self.latent_down:
+            latent = self._latent
+            self.latent_down.multiply(h, latent)
+        block_bytes = self.store.block_bytes
+        addresses = np.array(rows, np.int64) * block_bytes + array_address(self.cache.arena)
+        self._experts.run(team, addresses, block_bytes, self.scales_2[experts], weights, latent, self._routed)
+        if self.latent_up:
+            self.latent_up.multiply(self._routed, x, ADD)
+        else:
+            x += self._routed
+        if self.shared:
+            self.shared.add_step(h, x)
 
     def prompt(self, x: torch.Tensor, state: None = None) -> torch.Tensor:
         """x [tokens, hidden] -> x plus the layer's output, in place; each needed expert is read at most once."""
         h = rms_norm(x, self.norm, self.eps)
-        experts, weights = self.router.choose(h)
+        experts, weights = router_step_torch(self.gate.apply(h), self.gate_bias, *self.routing)
         latent = self.latent_down.apply(h) if self.latent_down else h
-        routed = self._routed(latent, experts, weights)
+        routed = self._routed_prompt(latent, experts, weights)
         for start in range(0, x.shape[0], PIECE_TOKENS):
             piece = slice(start, start + PIECE_TOKENS)
-            out = self.latent_up.apply(routed[piece]) if self.latent_up else routed[piece]
-            x[piece] += out + self.shared.apply(h[piece]) if self.shared else out
+            x[piece] += self.latent_up.apply(routed[piece]) if self.latent_up else routed[piece]
+            if self.shared:
+                x[piece] += self.shared.apply(h[piece])
         return x
 
-    def _routed(self, latent: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def _routed_prompt(self, latent: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The weighted sum of each token's experts, [tokens, width]."""
         tokens, top_k = experts.shape
         results = torch.empty(tokens * top_k, self.width)  # one row for each (token, rank)
-        flat = experts.flatten()
-        pairs = flat.argsort(stable=True)  # all pairs of an expert side by side, tokens ascending
-        counts = flat.bincount(minlength=self.scales_2.shape[0])
+        pairs = experts.flatten().argsort(stable=True)  # all pairs of an expert side by side, tokens ascending
+        counts = experts.flatten().bincount(minlength=self.scales_2.shape[0])
         ends = counts.cumsum(0).tolist()
         needed = counts.nonzero().flatten().tolist()
         for batch in self.cache.stream(self.ordinal, needed, "prefill"):
@@ -109,13 +110,10 @@ class MoeLayer:
             out += results[:, rank] * weights[:, rank : rank + 1]
         return out
 
-    def _expert(self, x: torch.Tensor, expert: int, block) -> torch.Tensor:
+    def _expert(self, x: torch.Tensor, expert: int, block: np.ndarray) -> torch.Tensor:
         """One expert on its tokens, [rows, width] -> [rows, width], decoded for the occasion."""
-        views = self.store.views(block)
+        views = [torch.from_numpy(plane) for plane in self.store.views(block)]
         up_2, down_2 = self.scales_2[expert].tolist()
-        up = decode_nvfp4_rows(torch.from_numpy(views.up_values), torch.from_numpy(views.up_scales), up_2)
-        h = torch.relu_(F.linear(x, up)).square_()
-        down_values, down_scales = torch.from_numpy(views.down_values), torch.from_numpy(views.down_scales)
-        if self.store.layout == "neuron":  # rows are neurons here: decode, then multiply from the other side
-            raise NotImplementedError
-        return F.linear(h, decode_nvfp4_rows(down_values, down_scales, down_2))
+        h = torch.relu_(F.linear(x, decode_rows(self.team, views[0], views[1], up_2))).square_()
+        decode = decode_neurons if self.store.layout == "neuron" else decode_columns
+        return h @ decode(self.team, views[2], views[3], down_2)

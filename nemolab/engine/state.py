@@ -6,8 +6,7 @@ mean the same as one filled by a prompt pass. A state belongs to one model and o
 
 from __future__ import annotations
 
-import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -21,6 +20,13 @@ class MambaState:
     conv: torch.Tensor
     ssm: torch.Tensor
 
+    def __post_init__(self):
+        # The same memory, as the step kernels take it.
+        self.conv_array, self.ssm_array = self.conv.numpy(), self.ssm.numpy()
+
+    def copy(self) -> MambaState:
+        return MambaState(self.conv.clone(), self.ssm.clone())
+
 
 @dataclass
 class AttentionState:
@@ -29,6 +35,12 @@ class AttentionState:
     keys: torch.Tensor
     values: torch.Tensor
     tokens: int = 0
+
+    def __post_init__(self):
+        self.key_array, self.value_array = self.keys.numpy(), self.values.numpy()
+
+    def copy(self) -> AttentionState:
+        return AttentionState(self.keys[: self.tokens].clone(), self.values[: self.tokens].clone(), self.tokens)
 
     def reserve(self, extra: int) -> None:
         """Make room for `extra` more tokens."""
@@ -42,6 +54,7 @@ class AttentionState:
             new = torch.empty(grown, old.shape[1])
             new[: self.tokens] = old[: self.tokens]
             setattr(self, name, new)
+        self.key_array, self.value_array = self.keys.numpy(), self.values.numpy()
 
 
 @dataclass
@@ -55,7 +68,6 @@ class State:
     layers: list[MambaState | AttentionState | None]
     tokens: int = 0
     whole: bool = True
-    _buffers: dict = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def empty(cls, config) -> State:
@@ -76,7 +88,7 @@ class State:
 
     def copy(self) -> State:
         """An independent copy, to branch a conversation."""
-        return State(copy.deepcopy(self.layers), self.tokens, self.whole)
+        return State([layer.copy() if layer else None for layer in self.layers], self.tokens, self.whole)
 
     @property
     def nbytes(self) -> int:

@@ -10,12 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from nemolab.errors import EngineError
-from nemolab.kernels.matvec import FORMATS, Packed, matvec_torch, pack
-from nemolab.kernels.nvfp4 import decode_nvfp4_rows
+from nemolab.kernels.decode_nvfp4 import decode_rows
+from nemolab.kernels.matvec import FORMATS, PLAIN, Packed, matvec, pack
+from nemolab.kernels.team import Team
 
 PIECE_BYTES = 64 * 2**20  # float32 bytes of a matrix decoded at once
 
@@ -32,6 +34,7 @@ class Matrix:
     """
 
     name: str
+    team: Team
     format: str
     rows: int
     columns: int
@@ -49,7 +52,7 @@ class Matrix:
         """Rows start..stop in float32, [stop - start, columns]."""
         weight = self.weight[start:stop]
         if self.format == "nvfp4":
-            return decode_nvfp4_rows(weight, self.scales[start:stop], self.scale)
+            return decode_rows(self.team, weight, self.scales[start:stop], self.scale)
         if self.format == "fp8":
             return weight.float().mul_(self.scale)
         return weight.float()
@@ -57,7 +60,7 @@ class Matrix:
     def take(self, ids: torch.Tensor) -> torch.Tensor:
         """The rows of these ids in float32, [ids, columns]: an embedding table."""
         if self.format == "nvfp4":
-            return decode_nvfp4_rows(self.weight[ids], self.scales[ids], self.scale)
+            return decode_rows(self.team, self.weight[ids], self.scales[ids], self.scale)
         picked = (
             self.weight.view(torch.uint8)[ids].view(self.weight.dtype) if self.format == "fp8" else self.weight[ids]
         )
@@ -75,17 +78,25 @@ class Matrix:
             out[:, start:stop] = F.linear(x, self.decoded(start, stop), bias)
         return out
 
+    def in_float32(self) -> Matrix:
+        """The same matrix, kept decoded: for the few that are small and decide much."""
+        return Matrix(self.name, self.team, "f32", self.rows, self.columns, self.decoded().contiguous(), bias=self.bias)
+
     @cached_property
     def packed(self) -> Packed:
         """The same bytes as the step kernels take them: no copy."""
         return pack(self.format, self.rows, self.columns, self.weight, self.scales, self.scale, self.bias)
 
+    def multiply(self, x: np.ndarray, y: np.ndarray, mode: int = PLAIN) -> None:
+        """One token, straight from the stored bytes: x [columns] into y [rows] as `mode` says (see kernels.matvec)."""
+        matvec(self.team, self.packed, x, y, mode)
+
 
 class DenseWeights:
     """Reads what is not routed out of a store, by canonical names, and says clearly what is missing."""
 
-    def __init__(self, store):
-        self._store = store
+    def __init__(self, store, team: Team):
+        self._store, self._team = store, team
         self.nbytes = 0
 
     def has_module(self, name: str) -> bool:
@@ -106,7 +117,7 @@ class DenseWeights:
         elif format == "fp8":
             scale = _scalar(tensors["weight_scale"])
         bias = tensors["bias"].float().contiguous() if "bias" in tensors else None
-        made = Matrix(name, format, *wanted, tensors["weight"].contiguous(), scales, scale, bias)
+        made = Matrix(name, self._team, format, *wanted, tensors["weight"].contiguous(), scales, scale, bias)
         self.nbytes += made.nbytes
         return made
 
@@ -126,8 +137,3 @@ class DenseWeights:
 
 def _scalar(tensor: torch.Tensor) -> float:
     return float(tensor.float().reshape(()))
-
-
-def matrix_vector_torch(matrix: Matrix, x: torch.Tensor) -> torch.Tensor:
-    """The plain torch twin of a one-token product, [columns] -> [rows]."""
-    return matvec_torch(matrix.packed, x)
