@@ -419,6 +419,7 @@ def test_entries_that_name_nothing_are_reported():
         ({"nemolab": {"formats": {"in_proj": "int4"}}}, "nemolab.formats.in_proj is 'int4'"),
         ({"nemolab": {"formats": {"in_proj": {"fp8": 3}}}}, "list of layer numbers"),
         ({"nemolab": {"formats": ["fp8"]}}, "an object was expected"),
+        ({"nemolab": {"formats": {}, "weight_only": 5}}, "weight_only is '5'"),
         ({"quantization_config": {"quant_algo": "FOO"}}, "unknown quant_algo 'FOO'"),
         ({"quantization_config": {"quantized_layers": {"lm_head": {"quant_algo": "FOO"}}}}, "lm_head .*'FOO'"),
         ({"quantization_config": {"quantized_layers": ["lm_head"]}}, "is a list"),

@@ -102,11 +102,14 @@ def _from_facts(facts: dict[str, Any], modules: list[ModuleShape], where: str) -
     left = [
         kind if layer is None else f"{kind} of layer {layer}" for kind, layer in entries if (kind, layer) not in used
     ]
+    weight_only = facts.get("weight_only", [])
+    if not isinstance(weight_only, list) or not all(isinstance(format, str) for format in weight_only):
+        raise CheckpointError(f"{where}: nemolab.weight_only is {str(weight_only)[:40]!r}; a list was expected")
     return Precision(
         origin=f"formats of every module are stated in {where}, section nemolab",
         said=said,
         unused=tuple(left),
-        weight_only=frozenset(map(str, facts.get("weight_only") or ())),
+        weight_only=frozenset(weight_only),
         kv_scales=facts.get("kv_cache_scales") is True,
     )
 
