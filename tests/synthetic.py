@@ -11,7 +11,7 @@ import math
 import shutil
 import tempfile
 import zlib
-from functools import cache
+from functools import cache, wraps
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -46,6 +46,22 @@ CHAT_TEMPLATE = """\
 """
 
 
+def one_thread(function):
+    """Tiny tensors on many threads spend their time waiting for one another."""
+
+    @wraps(function)
+    def run(*args, **kwargs):
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch.set_num_threads(threads)
+
+    return run
+
+
+@one_thread
 def write_checkpoint(
     folder,
     *,
