@@ -3,11 +3,12 @@
 Every function takes the numbers it draws, returns the Figure and reads nothing from disk.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -113,12 +114,10 @@ def plot_bytes_per_token(models: "pd.DataFrame") -> Figure:
     ax.barh(models["model"], models["gb_per_token"], color=[COLOURS[how] for how in models["how"]])
     for row, gb in enumerate(models["gb_per_token"]):
         ax.annotate(f"{gb:.3g}", (gb, row), xytext=(4, 0), textcoords="offset points", va="center")
-    for how in dict.fromkeys(models["how"]):
-        ax.barh([], [], color=COLOURS[how], label=how)
-    ax.set(xlabel="routed experts read for one token, nothing cached (GB = 10⁹ bytes)", xlim=(0, None))
-    ax.margins(x=0.12)
+    ax.margins(x=0.1)
+    ax.set(xlabel="routed experts read for one token (GB = 10⁹ bytes)", xlim=(0, None))
     ax.grid(axis="y", visible=False)
-    ax.legend(loc="lower right")
+    ax.legend(handles=_swatches(dict.fromkeys(models["how"])), loc="lower right")
     return figure
 
 
@@ -137,13 +136,12 @@ def plot_blocks(layouts: Sequence["BlockLayout"]) -> Figure:
             if size > layout.block_bytes * 0.15:
                 text = name.replace("_", " ") + (f"\n[{shape[0]:,} × {shape[1]:,}] B" if shape else "")
                 ax.bar_label(bar, [text], label_type="center", color="white", fontsize=8)
-    for name in ("up_scales", "down_scales", "padding"):
-        if name != "padding" or any(layout.block_bytes > layout.payload_bytes for layout in layouts):
-            ax.barh([], [], color=COLOURS[name], label=name.replace("_", " "))
+    padded = any(layout.block_bytes > layout.payload_bytes for layout in layouts)
     ax.set_yticks(range(len(names)), names)
     ax.set(xlabel="offset in the block (KiB)", xlim=(0, layouts[0].block_bytes / 1024))
     ax.grid(axis="y", visible=False)
-    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
+    swatches = _swatches(["up_scales", "down_scales", *(["padding"] if padded else [])])
+    ax.legend(handles=swatches, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
     return figure
 
 
@@ -200,6 +198,10 @@ def plot_training(log: "pd.DataFrame", columns: Mapping[str, str]) -> Figure:
     ax.set(xlabel="training time (s)", ylabel="loss (nats per token)")
     ax.legend()
     return figure
+
+
+def _swatches(names: Iterable[str]) -> list[Patch]:
+    return [Patch(color=COLOURS[name], label=name.replace("_", " ")) for name in names]
 
 
 def _binary_unit(total_bytes: float) -> tuple[int, str]:
