@@ -174,6 +174,11 @@ def test_another_number_of_experts_than_the_config_says_is_refused(folder, count
     assert "layer 1" in refusal(folder)
 
 
+def test_a_config_that_claims_thousands_of_millions_of_experts_is_refused_at_once(folder):
+    edit_json(folder / "config.json", lambda config: config.update(n_routed_experts=2**31 - 1))
+    assert "2,147,483,647 experts each" in refusal(folder)
+
+
 def test_another_kind_of_layer_than_the_config_says_is_told(folder):
     edit_json(folder / "config.json", lambda config: config.update(hybrid_override_pattern="MEE*E"))
     message = refusal(folder)

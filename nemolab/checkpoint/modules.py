@@ -14,6 +14,9 @@ from nemolab.errors import CheckpointError
 PLAIN_FORMATS = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
 QUANTISED_FORMATS = ("nvfp4", "fp8")
 
+# Far above any model known (Nemotron-3-Super has 20,480), far below what would fill the memory with names.
+_MOST_CLAIMED_EXPERTS = 500_000
+
 _SUFFIXES = frozenset(("weight", "bias", "weight_scale", "weight_scale_2", "input_scale", "k_scale", "v_scale"))
 _SCALES = ("weight_scale", "weight_scale_2")
 # Scales of the key-value cache: stored beside these projections, of no use to a cache that is not quantised.
@@ -65,6 +68,7 @@ def find_modules(
     Returns the modules by canonical name and notes about what was left aside. Needs no files, only entries.
     Raises CheckpointError for a missing, unknown, misshapen or foreign tensor, naming layer, expert and tensor.
     """
+    _check_claimed_experts(len(tensors), config)
     expected = {name: module for name, module in expect_modules(config).items() if module.part not in without}
     groups, unknown = _group(tensors, expected, config)
     notes = _judge_unknown(unknown, config)
@@ -75,6 +79,16 @@ def find_modules(
     if "routed" not in without:
         _check_experts_alike(modules, config)
     return modules, notes + _note_unused(tensors)
+
+
+def _check_claimed_experts(n_tensors: int, config: ModelConfig) -> None:
+    """Before a name is made for each: a config of a stranger may claim thousands of millions of experts."""
+    layers, experts = len(config.moe_layers), config.n_experts
+    if layers * experts > max(n_tensors, _MOST_CLAIMED_EXPERTS):
+        raise CheckpointError(
+            f"config.json says {layers:,} MoE layers with {experts:,} experts each (n_routed_experts);"
+            f" {n_tensors:,} tensors are there in all"
+        )
 
 
 def _group(
