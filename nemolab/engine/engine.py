@@ -8,6 +8,7 @@ Everything it takes (threads, descriptors, memory) goes back when the block ends
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -23,7 +24,9 @@ from nemolab.engine.sampling import Sampler
 from nemolab.engine.state import State
 from nemolab.engine.text_stream import ReasoningSplit, TextStream
 from nemolab.errors import EngineError
-from nemolab.store import ExpertCache, Store
+from nemolab.kernels.team import Team
+from nemolab.store import ExpertCache, Store, ensure_store, files
+from nemolab.store.cache import RING
 
 PASS_TOKENS = 8192  # longest stretch of a prompt that goes through the layers at once; bounds the activations
 LOGIT_TOKENS = 256  # rows of logits made at once where not all are asked for together
@@ -97,29 +100,28 @@ class Engine:
     ):
         if device != "cpu":
             raise EngineError(f"device {device!r}: this engine runs on 'cpu'")
-        self._model = self._cache = None
+        self._model = self._cache = self._team = None
         self.store = _find_store(path, store, layout)
         self.config = self.store.config
         self.tokenizer = Tokenizer(self.store.small_file, str(path or self.store.path))
-        self.threads = threads or torch.get_num_threads()
-        config, block_bytes = self.config, self.store.block_bytes
-        memory.check_dense(sum(module.nbytes for module in self.store.dense.values()))
+        self.threads = _check_threads(threads)
+        self._clocks = _Clocks()
+        self._lock = threading.Lock()
         try:
-            budget = memory.cache_budget(
-                block_bytes,
-                self.store.n_layers * self.store.n_experts,
-                config.top_k,
-                64,
-                ram_cache_gib,
-                ram_cache_slots,
-            )
-            self._cache = ExpertCache(self.store, budget_bytes=budget, threads=reader_threads)
+            memory.check_dense(sum(module.nbytes for module in self.store.dense.values()))
+            budget_bytes = self._budget(ram_cache_gib, ram_cache_slots)
+            self._cache = ExpertCache(self.store, budget_bytes=budget_bytes, threads=reader_threads)
+            self._team = Team(self.threads)
             with torch.no_grad():
-                self._model = Model(self.store, self._cache)
+                self._model = Model(self.store, self._cache, self._team)
         except BaseException:
             self.close()
             raise
-        self._clocks = _Clocks()
+
+    def _budget(self, gib: float | None, slots: int | None) -> int:
+        blocks = self.store.n_layers * self.store.n_experts
+        ring = 2 * min(RING, self.store.n_experts)  # two banks: one is read while the other is used
+        return memory.cache_budget(self.store.block_bytes, blocks, self.config.top_k, ring, gib, slots)
 
     def __enter__(self) -> Engine:
         return self
@@ -130,9 +132,11 @@ class Engine:
     def close(self) -> None:
         """Give threads, descriptors and memory back. Closing twice is fine."""
         self._model = None
-        cache, self._cache = self._cache, None
-        if cache is not None:
-            cache.close()
+        for name in ("_team", "_cache"):
+            held = getattr(self, name)
+            setattr(self, name, None)
+            if held is not None:
+                held.close()
 
     @property
     def notes(self) -> list[str]:
@@ -277,13 +281,13 @@ class Engine:
         if not state.whole:
             raise EngineError("this state was left half-way by a pass that failed; start again from a new one")
         clock = getattr(self._clocks, phase)
-        started = time.perf_counter()
-        state.whole = False
-        with torch.no_grad():
+        with self._lock, torch.no_grad(), _torch_threads(self.threads):
+            started = time.perf_counter()
+            state.whole = False
             yield tokens
-        state.whole = True
-        clock.tokens += tokens.shape[0]
-        clock.seconds += time.perf_counter() - started
+            state.whole = True
+            clock.tokens += tokens.shape[0]
+            clock.seconds += time.perf_counter() - started
 
     def _open(self) -> None:
         if self._model is None:
@@ -311,11 +315,32 @@ class Engine:
 def _find_store(path, store, layout: str) -> Store:
     if store is not None:
         return Store.open(store) if isinstance(store, str | Path) else store
-    from nemolab.store import is_store, ensure_store
-
     if path is None:
         raise EngineError("give a checkpoint folder, or a store")
-    return Store.open(path) if is_store(path) else Store.open(ensure_store(path, layout=layout))
+    path = Path(path).expanduser()
+    return Store.open(path if (path / files.MANIFEST).exists() else ensure_store(path, layout=layout))
+
+
+def _check_threads(threads: int | None) -> int:
+    if threads is None:
+        return torch.get_num_threads()
+    if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= 1024:
+        raise EngineError(f"threads is {threads!r}; a whole number from 1 to 1024 is needed")
+    return threads
+
+
+@contextmanager
+def _torch_threads(threads: int) -> Iterator[None]:
+    """torch's number of threads for a while; the setting is the whole process's, so it is put back."""
+    before = torch.get_num_threads()
+    if before == threads:
+        yield
+        return
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _phase(tokens: int, seconds: float, counts: dict) -> dict:
