@@ -1,0 +1,137 @@
+"""The chat verb: one question, a conversation from lines of input, an answer stopped half-way."""
+
+import io
+import json
+import os
+import signal
+
+import pytest
+
+import nemolab.engine
+from nemolab.cli import main
+from nemolab.engine import ChatPiece, ChatResult
+from nemolab.errors import EngineError
+
+STATS = {"prefill": {"lookups": 0}, "decode": {"lookups": 10, "hits": 9, "bytes_read": 4096, "tok_s": 2.0}}
+
+
+class FakeEngine:
+    """Answers with how many messages it was given; `opened` keeps the settings it was opened with."""
+
+    opened: list = []
+    asked: list = []
+    notes = ["the template is a stand-in"]
+
+    def __init__(self, path, **settings):
+        FakeEngine.opened.append((str(path), settings))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        FakeEngine.opened.append("closed")
+
+    def chat(self, messages, *, stream=False, think=False, **ask):
+        FakeEngine.asked.append((messages, think, ask))
+        if messages[-1]["content"] == "too long":
+            raise EngineError("9 prompt + 1 new tokens are more than the 8 this model was made for")
+        result = ChatResult(f"heard {len(messages)} so far", "hm" if think else "", 5, 2, "stop", STATS)
+        if not stream:
+            return result
+        return self._pieces(result, messages[-1]["content"])
+
+    def _pieces(self, result, content):
+        for word in [result.reasoning] if result.reasoning else []:
+            yield ChatPiece(reasoning=word)
+        for place, word in enumerate(result.text.split(" ")):
+            yield ChatPiece(text=word if place == 0 else " " + word)
+            if content == "stop here":
+                os.kill(os.getpid(), signal.SIGINT)
+        yield ChatPiece(result=result)
+
+
+@pytest.fixture
+def chat(monkeypatch, capsys):
+    """Run `nemolab chat` with lines on stdin: (exit code, stdout, stderr)."""
+    monkeypatch.setattr(nemolab.engine, "Engine", FakeEngine)
+    FakeEngine.opened, FakeEngine.asked = [], []
+
+    def run(*words, lines=""):
+        monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+        return (main(["chat", *words]), *capsys.readouterr())
+
+    return run
+
+
+def test_one_question_as_json(chat, tiny_path):
+    code, out, err = chat("--prompt", "hello", "--json", "--max-tokens", "7", "--ram-cache", "48slots")
+    assert code == 0 and "note: the template is a stand-in" in err
+    assert json.loads(out) == {
+        "text": "heard 1 so far",
+        "reasoning": "",
+        "prompt_tokens": 5,
+        "completion_tokens": 2,
+        "finish_reason": "stop",
+        "stats": STATS,
+    }
+    assert FakeEngine.opened == [
+        (str(tiny_path), {"ram_cache_gib": None, "ram_cache_slots": 48, "store": None}),
+        "closed",
+    ]
+    ((messages, think, ask),) = FakeEngine.asked
+    assert messages == [{"role": "user", "content": "hello"}] and think is False
+    assert ask == {"max_tokens": 7, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 0}, "greedy unless asked"
+
+
+def test_sizes_of_the_cache_reach_the_engine_in_gib(chat):
+    chat("--prompt", "hello", "--ram-cache", "512MiB")
+    assert FakeEngine.opened[0][1] == {"ram_cache_gib": 0.5, "ram_cache_slots": None, "store": None}
+
+
+def test_one_question_for_people_streams_reasoning_answer_and_counts(chat):
+    code, out, err = chat("--prompt", "hello", "--think")
+    assert code == 0
+    assert out == (
+        "[thinking] hm\n[answer] heard 1 so far\n\n"
+        "[5 + 2 tokens; decode 2.0 tok/s, 90% of 10 experts from RAM, 4.00 KiB read]\n"
+    )
+
+
+def test_an_empty_question_is_asked_too(chat):
+    assert chat("--prompt", "", "--json")[0] == 0
+
+
+def test_a_conversation_remembers_until_a_new_one(chat):
+    code, out, err = chat(lines="one\n\ntwo\n/new\nthree\n/quit\nnever\n")
+    assert code == 0
+    assert [len(messages) for messages, _, _ in FakeEngine.asked] == [1, 3, 1]
+    assert FakeEngine.asked[1][0] == [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "heard 1 so far"},
+        {"role": "user", "content": "two"},
+    ]
+    assert out.count("heard") == 3 and FakeEngine.opened[-1] == "closed"
+
+
+def test_a_conversation_ends_with_its_input(chat):
+    code, out, err = chat(lines="one")
+    assert code == 0 and out == "heard 1 so far\n\n\n"
+
+
+def test_unknown_commands_and_errors_do_not_end_a_conversation(chat):
+    code, out, err = chat(lines="/help\none\ntoo long\ntwo\n")
+    assert code == 0
+    assert "no such command: /help" in err and "9 prompt + 1 new tokens" in err and "/new starts afresh" in err
+    assert [len(messages) for messages, _, _ in FakeEngine.asked] == [1, 3, 3]
+
+
+def test_an_interrupt_stops_the_answer_and_not_the_conversation(chat):
+    code, out, err = chat(lines="stop here\ntwo\n")
+    assert code == 0 and "[stopped]" in err
+    assert FakeEngine.asked[1][0][1] == {"role": "assistant", "content": "heard 1"}, "what was shown of it"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_json_without_a_question_is_bad_usage(chat):
+    code, out, err = chat("--json")
+    assert code == 2 and not out and "--prompt" in err and not FakeEngine.opened
