@@ -293,6 +293,14 @@ def test_a_config_with_the_vendors_list_counts_like_its_folder(tmp_path, metadat
     assert any(f"formats are those that {where}" in line for line in from_config.assumptions)
 
 
+@pytest.mark.parametrize("mtp", [True, "nvfp4"])
+def test_mtp_of_a_config_counts_like_the_stored_one(tmp_path, mtp):
+    folder = write_checkpoint(tmp_path / "it", mtp=mtp, vision="hf", prefix="language_model.backbone.", gate="bf16")
+    stored, counted = plan(folder), plan(folder / "config.json")
+    assert counted.parts == {part: size for part, size in stored.parts.items() if part != "vision"}
+    assert any("vision tower" in line for line in counted.assumptions)
+
+
 def test_the_vendors_list_can_fail(tmp_path):
     folder = write_checkpoint(tmp_path / "it", metadata="none", gate="bf16", mamba="fp8")
     assert plan(folder / "config.json").parts["mamba"] != plan(folder).parts["mamba"]

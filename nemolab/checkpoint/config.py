@@ -271,7 +271,10 @@ def _find_text_config(config: dict, where: str) -> dict:
         name.lower().replace("-", "_").startswith("nemotron_h") or name == "NemotronH_Nano_VL_V2" for name in types
     ):
         found = ", ".join(dict.fromkeys(types)) or "none"
-        raise CheckpointError(f"{where}: model_type {found[:80]!r} is not of the Nemotron-H family (nemotron_h)")
+        raise CheckpointError(
+            f"{where}: model_type {found[:80]!r} is not of the Nemotron-H family (nemotron_h), the one that is read:"
+            " it needs a list of layers (hybrid_override_pattern or layers_block_type) and the sizes of each kind"
+        )
     return text
 
 

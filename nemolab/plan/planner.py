@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemolab.checkpoint.config import ModelConfig
+from nemolab.checkpoint.config import NESTED_KEYS, ModelConfig
 from nemolab.checkpoint.formats import matrix_bytes
 from nemolab.checkpoint.structure import EMBEDDINGS
 from nemolab.errors import CheckpointError, UsageError
@@ -220,6 +220,8 @@ def plan_config(
     assumptions.insert(0, _experts_sentence(experts_as, stated - {None}))
     if config.num_nextn_predict_layers:
         assumptions.append("the MTP block is counted once, as it is stored, and is in no sum but its own")
+    if any(isinstance(config.raw.get(key), dict) for key in (*NESTED_KEYS, "vision_config")):
+        assumptions.append("only the language model is counted: its config does not describe a vision tower")
     return _assemble(
         config,
         name=str(facts.get("name") or _name_of(Path(where))),
