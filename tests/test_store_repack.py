@@ -458,6 +458,15 @@ def test_a_disk_that_fills_up_leaves_nothing(source, tmp_path, monkeypatch, call
     assert not (tmp_path / "store").exists()
 
 
+def test_a_file_system_that_cannot_reserve_gets_the_same_store(source, tmp_path, store_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    repack(source, tmp_path / "other", announce=quiet)
+    assert digests(tmp_path / "other") == digests(store_path)
+
+
 def test_a_real_full_disk_is_said_too(source, tmp_path):
     """/dev/full answers every write with ENOSPC."""
     os.symlink("/dev/full", tmp_path / ("dense.safetensors" + files.PARTIAL))

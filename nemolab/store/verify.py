@@ -112,33 +112,42 @@ def _compare(store: Store, checkpoint: Checkpoint, all: bool, progress: Progress
 
 
 def _find_difference(layout: BlockLayout, block: np.ndarray, published: ExpertBytes) -> tuple[int, str] | None:
-    """The first byte of a block that is not what the source says: its offset in the block, and words.
-
-    Down is compared code by code, not by running repack's permutation backwards: a fault in that would hide itself.
-    """
+    """The first byte of a block that is not what the source says: its offset in the block, and words."""
     for plane, stored in zip(layout.planes, layout.views(block), strict=True):
         wanted = getattr(published, plane.name)
-        if layout.name == "neuron" and plane.name == "down_scales":
-            wanted = wanted.T
         if layout.name == "neuron" and plane.name == "down_values":
-            wrong = np.argwhere(_codes(stored) != _codes(wanted).T) // (1, 2)
+            wrong = _wrong_pairs(stored, wanted)
         else:
-            wrong = np.argwhere(stored != wanted)
+            transposed = layout.name == "neuron" and plane.name == "down_scales"
+            wrong = _places(stored != (wanted.T if transposed else wanted))
         if len(wrong):
             row, byte = (int(coordinate) for coordinate in wrong[0])
-            more = f" (and {len(wrong) - 1:,} places more)" if len(wrong) > 1 else ""
-            offset = plane.offset_bytes + row * plane.shape[1] + byte
             what = f"{plane.name} row {row} byte {byte} is {int(stored[row, byte]):#04x}"
-            return offset, f"{what}, not as published{more}"
+            more = f" (and {len(wrong) - 1:,} bytes more)" if len(wrong) > 1 else ""
+            return plane.offset_bytes + row * plane.shape[1] + byte, f"{what}, not as published{more}"
     padding = np.flatnonzero(block[layout.payload_bytes :])
     if len(padding):
         return layout.payload_bytes + int(padding[0]), "the padding is not zero"
     return None
 
 
-def _codes(packed: np.ndarray) -> np.ndarray:
-    """uint8 [R, C/2] -> 4-bit codes [R, C], low nibble first."""
-    return np.stack([packed & 0x0F, packed >> 4], axis=-1).reshape(packed.shape[0], -1)
+def _wrong_pairs(stored: np.ndarray, published: np.ndarray) -> np.ndarray:
+    """Places (row, byte) where down in `neuron` layout [I, X/2] holds another code than the published [X, I/2].
+
+    Compared code by code as the layout is defined, not by running repack's permutation backwards: a fault in that
+    would hide itself.
+    """
+    found = []
+    for neuron, output in itertools.product((0, 1), (0, 1)):  # even and odd ones
+        here = stored[neuron::2] >> 4 if output else stored[neuron::2] & 0x0F
+        there = published[output::2] >> 4 if neuron else published[output::2] & 0x0F
+        found.append(_places(here != there.T) * (2, 1) + (neuron, 0))
+    return np.unique(np.concatenate(found), axis=0)
+
+
+def _places(wrong: np.ndarray) -> np.ndarray:
+    """int [found, 2]; looking is much cheaper than listing, and there is hardly ever anything to list."""
+    return np.argwhere(wrong) if wrong.any() else np.empty((0, 2), int)
 
 
 def _compare_dense(store: Store, checkpoint: Checkpoint) -> list[str]:

@@ -75,7 +75,13 @@ class BlockWriter:
         if not self.total_bytes:
             return
         try:
-            os.posix_fallocate(self._descriptor, 0, self.total_bytes)
+            try:
+                os.posix_fallocate(self._descriptor, 0, self.total_bytes)
+            except OSError as problem:
+                # Where a file system cannot reserve, libc tries to write instead, which O_DIRECT refuses.
+                if problem.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENODEV):
+                    raise
+                os.ftruncate(self._descriptor, self.total_bytes)
         except OSError as problem:
             raise StoreError(self._complaint(0, problem)) from problem
 
