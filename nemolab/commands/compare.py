@@ -19,8 +19,9 @@ RECORDED = {
 @verb("compare")
 @checkpoint_argument
 @click.option("--store", default=None, metavar="STORE", help="Use this store; else one is made in the cache folder.")
+@click.option("--texts", default=None, metavar="FOLDER|FILE", help="Compare on these .txt files instead of data/texts.")
 @click.option("--record", is_flag=True, help="Keep the figures as rows in data/measurements.")
-def compare(path, store, record):
+def compare(path, store, texts, record):
     """Does the engine compute what the model is?
 
     The reference is transformers' own NemotronH in fp32 on the CPU, with weights from the vendor's files (not from
@@ -35,7 +36,12 @@ def compare(path, store, record):
     """
     from nemolab.compare import compare as measure
 
-    data = measure(path, store=Path(store).expanduser() if store else None, progress=progress_bar("compare", " steps"))
+    data = measure(
+        path,
+        store=Path(store).expanduser() if store else None,
+        texts=Path(texts).expanduser() if texts else None,
+        progress=progress_bar("compare", " steps"),
+    )
     columns = ["name", "tokens", "ppl_engine", "ppl_reference", "kl_mean", "kl_max", "kl_mean_decode", "greedy"]
     rows = [
         [text["name"], text["tokens"], f"{text['ppl_engine']:.4f}", f"{text['ppl_reference']:.4f}"]
