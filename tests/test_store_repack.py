@@ -553,6 +553,24 @@ def test_damaged_globals_checksums_and_small_files_are_named(source, store_path)
     assert "the bytes agree" in verify(store_path, source=source).details[0]
 
 
+@pytest.mark.parametrize("shape", [(7,), (1 << 40,), (4, 4)])
+def test_checksums_of_another_shape_are_refused_before_they_are_read(store_path, shape):
+    path = store_path / files.CHECKSUMS
+    size = path.stat().st_size
+    with open(path, "wb") as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "<u4", "fortran_order": False, "shape": shape})
+        file.write(bytes(size - file.tell()))
+    with pytest.raises(StoreError, match=r"checksums\.npy: uint32 .* uint32 \[16\] was expected"):
+        verify(store_path)
+
+
+def test_checksums_that_are_no_array_are_refused(store_path):
+    path = store_path / files.CHECKSUMS
+    path.write_bytes(bytes(path.stat().st_size))
+    with pytest.raises(StoreError, match="not a readable array"):
+        verify(store_path)
+
+
 def test_verify_refuses_another_model(store_path, tmp_path):
     other = write_checkpoint(tmp_path / "other", experts=12)
     with pytest.raises(StoreError, match="it is not its source"):
@@ -609,6 +627,7 @@ def test_truncated_and_missing_files_are_named_at_open(store_path, name):
         ({"files": {"../../etc/passwd": {"bytes": 1}}}, "a plain name"),
         ({"files": {"experts.bin": 7}}, "a plain name with its bytes"),
         ({"source": None}, "source is None"),
+        ({"expert_format": "mxfp4"}, "expert_format 'mxfp4'"),
     ],
 )
 def test_manifests_that_make_no_sense_are_refused(store_path, change, words):

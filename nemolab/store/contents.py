@@ -10,8 +10,7 @@ from nemolab.checkpoint.checkpoint import SMALL_FILES
 from nemolab.checkpoint.structure import LEFT_OUT_PARTS
 from nemolab.errors import StoreError
 from nemolab.store.layout import BlockLayout
-
-EXPERT_FORMAT = "nvfp4"
+from nemolab.store.manifest import EXPERT_FORMAT
 
 
 @dataclass(frozen=True)

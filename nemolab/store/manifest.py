@@ -14,6 +14,7 @@ from nemolab.store.layout import PAGE_BYTES, BlockLayout
 
 FORMAT = "nemolab-store"
 VERSION = 1
+EXPERT_FORMAT = "nvfp4"  # the one format that blocks have
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,8 @@ class Manifest:
             size = record.get("bytes") if isinstance(record, dict) else None
             if Path(name).name != name or not isinstance(size, int) or size < 0:
                 raise StoreError(f"{where}: files: {name!r}: {record!r}; a plain name with its bytes was expected")
+        if values["expert_format"] != EXPERT_FORMAT:
+            raise StoreError(f"{where}: expert_format {values['expert_format']!r}; blocks hold {EXPERT_FORMAT} experts")
         manifest = cls(**values)
         expected = manifest.to_dict()
         for derived in ("page_bytes", "block_bytes", "payload_bytes", "planes"):

@@ -15,7 +15,7 @@ from nemolab.checkpoint.checkpoint import check_expert_scales
 from nemolab.errors import StoreError
 from nemolab.store import contents, direct_io, files
 from nemolab.store.layout import BlockLayout
-from nemolab.store.manifest import Manifest
+from nemolab.store.manifest import EXPERT_FORMAT, Manifest
 from nemolab.store.nibbles import Transpose, choose_transpose
 from nemolab.store.reader import to_stderr
 from nemolab.store.target import Target
@@ -128,7 +128,7 @@ def _write_all(
     count.show()
     return Manifest(
         **identity,
-        expert_format=contents.EXPERT_FORMAT,
+        expert_format=EXPERT_FORMAT,
         files=records,
         dense_crc32=dense.tensors,
         direct_io=direct,
