@@ -142,6 +142,12 @@ def test_synthetic_experts_hold_the_odd_codes_and_scales(folder):
     assert max(factors) > 10 * min(factors)
 
 
+@pytest.mark.parametrize(("layer", "expert"), [(2, 0), (-1, 0), (0, 8), (0, -1)])
+def test_experts_that_are_not_there_are_refused(folder, layer, expert):
+    with pytest.raises(CheckpointError, match=f"no expert {expert} in MoE layer {layer}: there are 2 layers of 8"):
+        Checkpoint.open(folder).expert(layer, expert)
+
+
 @pytest.mark.parametrize(("format", "words"), [("bf16", "is bf16, not NVFP4"), ("fp8", "is fp8, not NVFP4")])
 def test_experts_of_other_formats_are_listed_but_have_no_blocks(tmp_path, format, words):
     checkpoint = Checkpoint.open(write_checkpoint(tmp_path, routed=format))

@@ -147,6 +147,9 @@ class Checkpoint:
 
     def expert(self, layer: int, expert: int) -> ExpertBytes:
         """The bytes of one routed expert; `layer` counts MoE layers only. Raises CheckpointError if it is not NVFP4."""
+        layers, experts = len(self.config.moe_layers), self.config.n_experts
+        if not (0 <= layer < layers and 0 <= expert < experts):
+            raise CheckpointError(f"no expert {expert} in MoE layer {layer}: there are {layers} layers of {experts}")
         index = self.config.moe_layers[layer]
         prefix = f"backbone.layers.{index}.mixer.experts.{expert}"
         parts = {}

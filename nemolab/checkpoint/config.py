@@ -267,9 +267,8 @@ def _find_text_config(config: dict, where: str) -> dict:
     nested = next((key for key in NESTED_KEYS if isinstance(config.get(key), dict)), None)
     text = config[nested] if nested else config
     types = [str(part.get("model_type")) for part in (config, text) if part.get("model_type") is not None]
-    if not any(
-        name.lower().replace("-", "_").startswith("nemotron_h") or name == "NemotronH_Nano_VL_V2" for name in types
-    ):
+    # Spelled nemotron_h, nemotron_h_omni, NemotronH_Nano_VL_V2, ... by the vendor.
+    if not any(name.lower().replace("_", "").replace("-", "").startswith("nemotronh") for name in types):
         found = ", ".join(dict.fromkeys(types)) or "none"
         raise CheckpointError(
             f"{where}: model_type {found[:80]!r} is not of the Nemotron-H family (nemotron_h), the one that is read:"
