@@ -1,9 +1,9 @@
 """One token's attention over everything before it and itself: grouped queries, no positions, float32.
 
-mixed[h] = sum over tokens of softmax(q[h] . k / sqrt(head_dim)) * v     h reads keys and values of head h / (heads / kv_heads)
+mixed[h] = sum over tokens of softmax(q[h] . k / sqrt(head_dim)) * v,   h shares keys and values with its neighbours
 
-Reads keys and values once for each query head. Scores: dots in lanes; the softmax's sum and the weighted values run over
-tokens in order. Parts take whole heads.
+Reads keys and values once for each query head. Scores: dots in lanes; the softmax's sum and the weighted values run
+over tokens in order. Parts take whole heads.
 """
 
 from __future__ import annotations

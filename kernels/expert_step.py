@@ -41,15 +41,20 @@ def expert_step_torch(blocks, planes, layout: str, scales_2, weights, x: torch.T
         up_values, up_scales, down_values, down_scales = (torch.from_numpy(plane) for plane in planes(block))
         h = torch.relu(decode_rows_torch(up_values, up_scales, up_2) @ x).square()
         if layout == "neuron":
-            codes = torch.stack([down_values & 15, down_values >> 4], dim=-1).flatten(1).T
-            down_values, down_scales = codes[:, 0::2] | codes[:, 1::2] << 4, down_scales.T.contiguous()
+            down_values, down_scales = published_down_torch(down_values, down_scales)
         out += weight * (decode_rows_torch(down_values, down_scales, down_2) @ h)
     return out
 
 
+def published_down_torch(values: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Down of layout `neuron` as published: [I, X/2] and [I/16, X] -> [X, I/2] and [X, I/16]."""
+    codes = torch.stack([values & 15, values >> 4], dim=-1).flatten(1).T
+    return codes[:, 0::2] | codes[:, 1::2] << 4, scales.T.contiguous()
+
+
 @jit
 def _up_kernel(part, parts, addresses, scales_2, even, odd, h, active):
-    """h [k, I] = relu(up x)^2 and, for each group of 16 neurons, which of them are active (bits of `active` [k, I/16])."""
+    """h [k, I] = relu(up x)^2; and which neurons of each group of 16 are active: the bits of `active` [k, I/16]."""
     experts, inter = h.shape
     width = 2 * even.shape[0]
     in_groups, out_groups = width // GROUP, inter // GROUP
@@ -63,9 +68,7 @@ def _up_kernel(part, parts, addresses, scales_2, even, odd, h, active):
         bits = 0
         for place in range(GROUP):
             row = group * GROUP + place
-            u = factor * dot_nvfp4(
-                values + row * width // 2, scales + row * in_groups, even_at, odd_at, in_groups
-            )
+            u = factor * dot_nvfp4(values + row * width // 2, scales + row * in_groups, even_at, odd_at, in_groups)
             if u <= 0:
                 h[k, row] = 0
             else:  # NaN comes this way, and must not be lost
@@ -75,7 +78,7 @@ def _up_kernel(part, parts, addresses, scales_2, even, odd, h, active):
 
 
 @jit
-def _gather_source(values, scales, inter, group, first, last, neurons, count, rows, row_scales):
+def gather_source(values, scales, inter, group, first, last, neurons, count, rows, row_scales):
     """The active rows of one group, outputs first..last, in the form of layout `neuron`: bytes of two outputs."""
     length = (last - first) // 2
     groups = inter // GROUP
@@ -139,13 +142,11 @@ def _down_kernel(part, parts, addresses, layout, scales_2, weights, h, active, o
                 count += 1
             scales_at = scales + group * width + first
             if layout == _SOURCE:
-                _gather_source(down, scales, inter, group, first, last, neurons, count, gathered, gathered_scales)
+                gather_source(down, scales, inter, group, first, last, neurons, count, gathered, gathered_scales)
                 for a in range(count):
                     rows_at[a] = simd.address_of(gathered) + a * length
                 scales_at = simd.address_of(gathered_scales)
-            _add_group(
-                rows_at, scales_at, length // 8, heights, count, simd.address_of(y_even), simd.address_of(y_odd)
-            )
+            _add_group(rows_at, scales_at, length // 8, heights, count, simd.address_of(y_even), simd.address_of(y_odd))
         factor = weights[k] * (scales_2[k, 1] * _UNIT)
         for b in range(length):
             sum_even[b] += factor * y_even[b]
@@ -194,7 +195,7 @@ class ExpertStep:
         k = addresses.shape[0]
         if block_bytes < self.payload_bytes or k > self.h.shape[0] or (scales_2.shape, weights.shape) != ((k, 2), (k,)):
             raise EngineError(
-                f"{k} experts in blocks of {block_bytes} bytes with scales {scales_2.shape} and weights {weights.shape}; "
+                f"{k} experts in blocks of {block_bytes} bytes, scales {scales_2.shape}, weights {weights.shape}; "
                 f"at most {self.h.shape[0]} in blocks of {self.payload_bytes} bytes, ({k}, 2) and ({k},) are needed"
             )
         if x.shape != (self.width,) or out.shape != (self.width,):

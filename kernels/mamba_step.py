@@ -85,8 +85,9 @@ def _update_row(row_at, b_at, c_at, count, decay, input_):
 
 @jit
 def _mamba_kernel(
-    part, parts, projected, conv_weight, conv_bias, conv_state, a, d, dt_bias, low, high, ssm, norm, groups, eps, conv, y
-):
+    part, parts, projected, conv_weight, conv_bias, conv_state, a, d, dt_bias, low, high, ssm, norm, groups, eps,
+    conv, y,
+):  # fmt: skip
     heads, head_dim, state_size = ssm.shape
     inner, conv_dim = heads * head_dim, conv_state.shape[0]
     per_group, width = heads // groups, inner // groups
@@ -134,7 +135,8 @@ class MambaStep:
     def run(self, team: Team, projected: np.ndarray, conv_state: np.ndarray, ssm: np.ndarray, y: np.ndarray) -> None:
         """projected float32 [inner + conv_dim + heads] -> y float32 [inner]; both states move on in place.
 
-        conv_state  float32 [conv_dim, taps - 1], the last inputs, oldest first; ssm float32 [heads, head_dim, state_size]
+        conv_state  float32 [conv_dim, taps - 1], the last inputs, oldest first
+        ssm         float32 [heads, head_dim, state_size]
         """
         if projected.shape[0] != self._width or y.shape[0] != self._norm.shape[0]:
             raise EngineError(

@@ -2,8 +2,8 @@
 
 y [rows] (+)= act(scale * W x + bias)   W [rows, columns], x float32 [columns], y float32
 
-Reads every stored byte of W once and writes y; no float32 copy of W exists. In memory it is bounded by those bytes, out of
-a cache by decoding: some 1.5 (BF16), 2 (FP8) and 1.2 (NVFP4) cycles for eight values on an AVX2 core.
+Reads every stored byte of W once and writes y; no float32 copy of W exists. From memory it is bounded by those bytes,
+from a cache by decoding.
 
 Order of a row's sum, the same for any number of threads: columns in blocks of 8 go to four running sums in turn (NVFP4:
 two, one group of 16 each), which are added in a fixed order at the end; a rest of fewer than 8 columns comes last.

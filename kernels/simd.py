@@ -12,7 +12,8 @@ conversion half -> float32 (one instruction for eight values, exact for subnorma
 | E2M1   | eem -> exponent and mantissa msb | value * 2^-14       |
 | E4M3   | eeeemmm, one place to the left   | value * 2^-8        |
 
-The powers of two are folded into a scale by the caller. An E4M3 NaN would come out as 480: who writes stores refuses it.
+The powers of two are folded into a scale by the caller. E4M3's NaN comes out as 480, so whoever reads a checkpoint has
+to refuse it.
 
 Addresses are plain integers (`address_of`, or an array's own); nothing here checks bounds, launchers do.
 """
@@ -172,6 +173,17 @@ def store_f32(typing, address, a):
         return context.get_dummy_value()
 
     return types.void(types.int64, lanes), build
+
+
+@intrinsic
+def store_one_f32(typing, address, value):
+    """Write one float32."""
+
+    def build(context, builder, signature, args):
+        builder.store(args[1], builder.inttoptr(args[0], ir.PointerType(_F32))).align = 1
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32), build
 
 
 @intrinsic

@@ -1,7 +1,8 @@
 """A few threads that share one operator: each takes one part of the outputs, nobody shares a sum.
 
 Parts never change the bits: an output's sum lies wholly within one part. So it is free to give small work to one
-thread alone, which is what `run` does: waking a thread costs some 20 us on an idle machine and far more on a busy one; a MiB of weights takes 100 to 200.
+thread alone, which is what `run` does: waking a thread costs some 20 us on an idle machine and far more on a busy one,
+and a MiB of weights takes 100 to 200.
 The threads belong to the team and end with it.
 """
 

@@ -153,7 +153,8 @@ class Engine:
         For long prompts `last_logits` and `logits_in_pieces` need far less memory.
         """
         with self._pass("prefill", ids, state) as tokens:
-            return torch.cat([self._model.logits(self._model.prompt(part, state)) for part in tokens.split(PASS_TOKENS)])
+            hidden = [self._model.prompt(part, state) for part in tokens.split(PASS_TOKENS)]
+            return torch.cat([self._model.logits(part) for part in hidden])
 
     def last_logits(self, ids: Iterable[int], state: State) -> torch.Tensor:
         """Feed ids to a state and return the logits after the last one, float32 [vocab]."""
@@ -308,7 +309,8 @@ class Engine:
         if before + prompt_tokens + max_tokens > limit:
             held = f"{before} in the conversation + " if before else ""
             raise EngineError(
-                f"{held}{prompt_tokens} prompt + {max_tokens} new tokens are more than the {limit} this model was made for"
+                f"{held}{prompt_tokens} prompt + {max_tokens} new tokens are more than the {limit} "
+                f"this model was made for"
             )
 
 

@@ -77,7 +77,7 @@ def cache_budget(block_bytes: int, blocks: int, top_k: int, ring: int, gib: floa
 
 
 def _cgroup_limits() -> list[tuple[int, int]]:
-    """(limit, used) in bytes of the cgroups above this process; page cache that can be dropped is not counted as used."""
+    """(limit, used) in bytes of the cgroups above this process; page cache that can be dropped counts as free."""
     found = []
     for limit, used, stat, droppable in (
         ("memory.max", "memory.current", "memory.stat", "inactive_file"),

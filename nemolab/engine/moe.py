@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from nemolab.engine.mlp import PIECE_TOKENS, Mlp
 from nemolab.engine.norm import rms_norm
 from nemolab.engine.weights import DenseWeights
-from nemolab.kernels.decode_nvfp4 import decode_columns, decode_neurons, decode_rows
+from nemolab.kernels.expert_prompt import expert_prompt
 from nemolab.kernels.expert_step import ExpertStep
 from nemolab.kernels.matvec import ADD
 from nemolab.kernels.rms_norm import rms_norm as rms_norm_step
@@ -69,9 +68,9 @@ class MoeLayer:
         if self.latent_down:
             latent = self._latent
             self.latent_down.multiply(h, latent)
-        block_bytes = self.store.block_bytes
-        addresses = np.array(rows, np.int64) * block_bytes + array_address(self.cache.arena)
-        self._experts.run(team, addresses, block_bytes, self.scales_2[experts], weights, latent, self._routed)
+        self._experts.run(
+            team, self._addresses(rows), self.store.block_bytes, self.scales_2[experts], weights, latent, self._routed
+        )
         if self.latent_up:
             self.latent_up.multiply(self._routed, x, ADD)
         else:
@@ -96,24 +95,30 @@ class MoeLayer:
         """The weighted sum of each token's experts, [tokens, width]."""
         tokens, top_k = experts.shape
         results = torch.empty(tokens * top_k, self.width)  # one row for each (token, rank)
-        pairs = experts.flatten().argsort(stable=True)  # all pairs of an expert side by side, tokens ascending
-        counts = experts.flatten().bincount(minlength=self.scales_2.shape[0])
-        ends = counts.cumsum(0).tolist()
-        needed = counts.nonzero().flatten().tolist()
-        for batch in self.cache.stream(self.ordinal, needed, "prefill"):
-            for expert, block in batch:
-                mine = pairs[ends[expert] - int(counts[expert]) : ends[expert]]
-                results[mine] = self._expert(latent[mine // top_k], expert, block)
+        flat = experts.flatten()
+        pairs = flat.argsort(stable=True).numpy()  # all pairs of an expert side by side, tokens ascending
+        ends = flat.bincount(minlength=self.scales_2.shape[0]).cumsum(0).numpy()
+        needed = torch.unique(flat).tolist()
+        for ids, rows in self.cache.stream_rows(self.ordinal, needed, "prefill"):
+            starts = np.concatenate([[ends[ids[0] - 1] if ids[0] else 0], ends[ids]])
+            expert_prompt(
+                self.team,
+                self._addresses(rows),
+                self.store.layout,
+                self.store.expert_shape[0],
+                self.scales_2[ids],
+                starts,
+                pairs,
+                top_k,
+                latent.numpy(),
+                results.numpy(),
+            )
         results = results.view(tokens, top_k, self.width)
         out = results[:, 0] * weights[:, :1]
         for rank in range(1, top_k):
             out += results[:, rank] * weights[:, rank : rank + 1]
         return out
 
-    def _expert(self, x: torch.Tensor, expert: int, block: np.ndarray) -> torch.Tensor:
-        """One expert on its tokens, [rows, width] -> [rows, width], decoded for the occasion."""
-        views = [torch.from_numpy(plane) for plane in self.store.views(block)]
-        up_2, down_2 = self.scales_2[expert].tolist()
-        h = torch.relu_(F.linear(x, decode_rows(self.team, views[0], views[1], up_2))).square_()
-        decode = decode_neurons if self.store.layout == "neuron" else decode_columns
-        return h @ decode(self.team, views[2], views[3], down_2)
+    def _addresses(self, rows: list[int]) -> np.ndarray:
+        """Where blocks lie that the cache keeps in these rows of its arena."""
+        return np.array(rows, np.int64) * self.store.block_bytes + array_address(self.cache.arena)
