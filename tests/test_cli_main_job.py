@@ -1,0 +1,94 @@
+"""The main job by command: repack, verify, chat and compare on the shipped model, with the keys that scripts rely on."""
+
+import json
+import shutil
+
+import pytest
+
+from nemolab.cli import main
+
+
+@pytest.fixture
+def call(capsys, tmp_path, monkeypatch):
+    """Run a command line from an unrelated folder: (exit code, the JSON on stdout or None, stderr)."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words):
+        code = main([*(str(word) for word in words), "--json"])
+        out, err = capsys.readouterr()
+        return code, json.loads(out) if out else None, err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """A store of the shipped model, made by command."""
+    folder = tmp_path_factory.mktemp("job") / "store"
+    assert main(["repack", "--to", str(folder)]) == 0
+    return folder
+
+
+@pytest.mark.parametrize("layout", ["neuron", "source"])
+def test_repack_and_verify_against_the_source(call, tmp_path, tiny_path, layout):
+    code, done, _ = call("repack", tiny_path, "--to", tmp_path / "store", "--layout", layout)
+    assert code == 0
+    assert {"blocks", "block_bytes", "bytes_written", "seconds", "direct_io"} <= set(done)
+    plan = call("plan")[1]
+    assert done["blocks"] == plan["moe_layers"] * plan["experts"]
+    assert done["block_bytes"] % 4096 == 0 and 0 <= done["block_bytes"] - plan["expert_bytes"] < 4096
+    assert (tmp_path / "store" / "experts.bin").stat().st_size == done["blocks"] * done["block_bytes"]
+    code, found, err = call("verify", tmp_path / "store", "--source", tiny_path, "--all")
+    assert code == 0 and not err and found["checked"] == done["blocks"] and found["mismatches"] == 0
+
+
+def test_verify_without_a_source_uses_the_checksums(call, store):
+    code, found, _ = call("verify", store)
+    assert code == 0 and found["checked"] > 0 and found["mismatches"] == 0
+
+
+def test_a_flipped_bit_is_code_1_and_said(call, store, tmp_path, tiny_path):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(store, damaged)
+    with open(damaged / "experts.bin", "r+b") as file:
+        file.seek(5)
+        byte = file.read(1)[0]
+        file.seek(5)
+        file.write(bytes([byte ^ 16]))
+    for words in ([], ["--source", tiny_path, "--all"]):
+        code, found, err = call("verify", damaged, *words)
+        assert code == 1 and found["mismatches"] == 1
+        assert err.startswith("nemolab: ") and err.count("\n") == 1 and "1 difference" in err
+
+
+def test_chat_answers_the_same_with_little_room(call, store, tiny_path):
+    ask = ["chat", tiny_path, "--prompt", "What is TCP?", "--max-tokens", "12", "--store", store]
+    code, roomy, _ = call(*ask)
+    assert code == 0
+    assert {"text", "reasoning", "prompt_tokens", "completion_tokens", "stats"} <= set(roomy)
+    assert roomy["text"] and "<|" not in roomy["text"] and roomy["completion_tokens"] <= 12
+    config = call("plan")[1]
+    cramped = call(*ask, "--ram-cache", f"{config['top_k']}slots")[1]
+    assert cramped["text"] == roomy["text"]
+    assert cramped["stats"]["decode"]["hits"] < roomy["stats"]["decode"]["hits"]
+    for counts in cramped["stats"].values():
+        assert counts["hits"] + counts["misses"] == counts["lookups"]
+
+
+def test_chat_refuses_a_cache_smaller_than_one_layer_of_a_token(call, store):
+    code, out, err = call("chat", "--prompt", "x", "--store", store, "--ram-cache", "1slots")
+    assert code == 1 and out is None and err.startswith("nemolab: ") and err.count("\n") == 1
+
+
+def test_compare_gives_the_figures_that_scripts_rely_on(call, store, tmp_path):
+    (tmp_path / "short.txt").write_text("TCP delivers every byte in order, and UDP sends each packet on its own.")
+    code, found, err = call("compare", "--store", store, "--texts", tmp_path / "short.txt")
+    assert code == 0 and not err
+    (text,) = found["texts"]
+    assert set(
+        "name tokens ppl_engine ppl_reference kl_mean kl_max kl_mean_decode greedy_match greedy_of".split()
+    ) <= set(text)
+    assert text["name"] == "short" and text["kl_mean"] <= 1e-6 and text["kl_mean_decode"] <= 1e-6
+    assert len(found["controls"]) >= 3 and found["deterministic"] is True
+    for control in found["controls"]:
+        assert {"name", "ppl", "failed_as_it_must"} <= set(control) and control["failed_as_it_must"] is True
