@@ -1,4 +1,14 @@
-"""Vendor checkpoints: opened, checked, listed, decoded. Importing this does not import torch."""
+"""Vendor checkpoints: opened, checked, listed, decoded. Importing this does not import torch.
+
+From a folder to modules, in the order it happens:
+    config, layer_lists           config.json -> ModelConfig
+    shards, safetensors_header    index and files -> where each tensor lies (reading, json_files below them)
+    names                         stored names -> canonical names
+    structure, modules            what the config promises, what the tensors are: one Module each, with its format
+    quant_metadata                what the metadata claims, compared with that
+    checkpoint, inventory         all of it together: Checkpoint; as a table: Inventory
+    formats, torch_dtypes         what the bytes mean
+"""
 
 from nemolab.checkpoint.checkpoint import Checkpoint, ExpertBytes
 from nemolab.checkpoint.config import ModelConfig
