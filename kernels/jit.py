@@ -50,3 +50,9 @@ def jit(function: Callable) -> Callable:
     with contextlib.suppress(RuntimeError, OSError):  # no folder can be written: compile in each process
         compiled._cache = _KernelCache(function)
     return compiled
+
+
+def is_cached(compiled: Callable) -> bool:
+    """Whether compiled code of a kernel is in memory or on disk."""
+    file = getattr(compiled._cache, "_cache_file", None)
+    return bool(compiled.signatures) or (file is not None and bool(file._load_index()))

@@ -18,7 +18,7 @@ import torch
 
 from nemolab.errors import EngineError
 from nemolab.kernels import simd
-from nemolab.kernels.jit import jit
+from nemolab.kernels.jit import is_cached, jit
 from nemolab.kernels.team import Team
 
 BF16, F16, F32, FP8, NVFP4 = range(5)
@@ -255,3 +255,8 @@ def matvec(team: Team, packed: Packed, x: np.ndarray, y: np.ndarray, mode: int =
     if x.shape[0] != table[2] or y.shape[0] != table[1]:
         raise EngineError(f"a matrix [{table[1]}, {table[2]}] from a vector [{x.shape[0]}] to one of [{y.shape[0]}]")
     team.run(_matvec_kernel, packed.nbytes, table, packed.scale, x, y, mode)
+
+
+def kernel_is_cached() -> bool:
+    """Whether the largest kernel has been compiled on this machine before."""
+    return is_cached(_matvec_kernel)

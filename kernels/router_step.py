@@ -16,7 +16,7 @@ from nemolab.kernels.jit import jit
 
 
 def router_step_torch(logits, bias, top_k: int, groups: int, top_groups: int, normalise: bool, scaling: float):
-    """The plain twin, for any number of tokens: logits [..., experts] -> experts int64, weights float32 [..., top_k]."""
+    """The plain twin: logits [..., experts] -> experts int64 and weights float32, [..., top_k] each."""
     scores = torch.sigmoid(logits)
     key = scores + bias
     if groups > 1:
@@ -96,7 +96,7 @@ class RouterStep:
         self._top_k = top_k
 
     def run(self, logits: np.ndarray, bias: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """logits, bias float32 [experts] -> experts int64 [top_k] in rank order, weights float32 [top_k]; new arrays."""
+        """logits, bias float32 [experts] -> experts int64 in rank order, weights float32, [top_k] each, new."""
         experts, weights = np.empty(self._top_k, np.int64), np.empty(self._top_k, np.float32)
         _router_kernel(logits, bias, *self._settings, self._key, experts, weights)
         return experts, weights
