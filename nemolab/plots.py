@@ -176,7 +176,7 @@ def plot_cache(sizes: "pd.DataFrame") -> Figure:
     figure, (left, right) = plt.subplots(1, 2, figsize=(7.2, 3.0))
     for ax, column, label in (
         (left, "hit_rate", "lookups that hit (%)"),
-        (right, "mb_per_token", "read from disk per token (MB = 10⁶ bytes)"),
+        (right, "mb_per_token", "read per token (MB = 10⁶ bytes)"),
     ):
         scale = 100 if column == "hit_rate" else 1
         ax.plot(sizes["share"] * 100, sizes[column] * scale, "o-", color=COLOURS["decode"])

@@ -1,4 +1,4 @@
-"""The main job by command: repack, verify, chat and compare on the shipped model, with the keys that scripts rely on."""
+"""The main job by command on the shipped model: repack, verify, chat, compare, with the keys that scripts rely on."""
 
 import json
 import shutil

@@ -1,7 +1,6 @@
 """`nemolab run` and `nemolab lab`: all notebooks by command, or by hand in JupyterLab."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -101,5 +100,5 @@ def lab(path, port, no_browser):
         "NEMOLAB_MODEL": str(Path(path).absolute()),
         "JUPYTER_PREFER_ENV_PATH": "1",  # this environment's kernel before one registered for the user
     }
-    code = subprocess.call(command, env=environment, cwd=folder)
-    return Answer(data, problem=f"JupyterLab ended with exit code {code}" if code else "")
+    sys.stdout.flush()
+    os.execve(sys.executable, command, environment)  # JupyterLab takes over: Ctrl-C and the exit code are its own
