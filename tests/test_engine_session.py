@@ -1,0 +1,251 @@
+"""Opening, closing, budgets, refusals, generating: how the engine behaves, whatever it computes."""
+
+import gc
+import os
+import threading
+import weakref
+
+import pytest
+import torch
+from synthetic import write_checkpoint
+
+from nemolab.engine import Engine, memory
+from nemolab.errors import CheckpointError, EngineError, NemolabError, StoreError
+from nemolab.store import Store, repack
+
+IDS = [40, 41, 42, 43, 44]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write_checkpoint(
+        tmp_path_factory.mktemp("session"), pattern="M*EE", hidden=32, latent=32, inter=32, experts=6
+    )
+
+
+@pytest.fixture
+def engine(path):
+    with Engine(path, threads=1) as engine:
+        yield engine
+
+
+def descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def ours():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("nemolab")]
+
+
+def test_closing_gives_threads_descriptors_and_memory_back(path):
+    def use():
+        with Engine(path, threads=3) as engine:
+            engine.step(40, engine.new_state())
+            assert ours()
+            return weakref.ref(engine._model), weakref.ref(engine._cache)
+
+    use()
+    before = descriptors()
+    for _ in range(20):
+        held = use()
+        assert not ours() and descriptors() == before
+    gc.collect()
+    assert [reference() for reference in held] == [None, None]
+
+
+def test_an_exception_inside_the_block_frees_everything_too(path):
+    before = descriptors()
+    with pytest.raises(ZeroDivisionError), Engine(path, threads=2) as engine:
+        engine.prefill(IDS, engine.new_state())
+        raise ZeroDivisionError
+    assert not ours() and descriptors() == before
+
+
+def test_a_failed_opening_leaves_nothing_behind(path, monkeypatch):
+    from nemolab.engine import engine as module
+
+    def fail(*args):
+        raise MemoryError("no room for the model")
+
+    Engine(path).close()
+    before = descriptors()
+    monkeypatch.setattr(module, "Model", fail)
+    with pytest.raises(MemoryError):
+        Engine(path, threads=2)
+    gc.collect()
+    assert not ours() and descriptors() == before
+
+
+def test_closing_twice_is_fine_and_a_closed_engine_says_so(path):
+    engine = Engine(path)
+    state = engine.new_state()
+    engine.close()
+    engine.close()
+    for use in (lambda: engine.step(40, state), lambda: engine.prefill(IDS, state), engine.stats,
+                lambda: list(engine.generate(IDS, max_tokens=1))):  # fmt: skip
+        with pytest.raises(EngineError, match="closed"):
+            use()
+
+
+def test_two_engines_at_once_do_not_disturb_each_other(path):
+    with Engine(path, threads=1) as one, Engine(path, threads=1) as two:
+        first = one.prefill(IDS, one.new_state())
+        assert torch.equal(first, two.prefill(IDS, two.new_state()))
+
+
+def test_torch_keeps_its_number_of_threads(path):
+    before = torch.get_num_threads()
+    with Engine(path, threads=before + 1) as engine:
+        engine.prefill(IDS, engine.new_state())
+        assert torch.get_num_threads() == before
+
+
+def test_a_store_works_in_place_of_the_checkpoint(path, tmp_path, engine):
+    wanted = engine.prefill(IDS, engine.new_state())
+    repack(path, tmp_path / "store", layout="source")
+    for choice in ({"path": tmp_path / "store"}, {"path": path, "store": tmp_path / "store"},
+                   {"path": None, "store": Store.open(tmp_path / "store")}):  # fmt: skip
+        with Engine(threads=1, **choice) as other:
+            assert other.store.layout == "source"
+            assert torch.equal(other.prefill(IDS, other.new_state()), wanted)
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"ram_cache_slots": 1}, r"cache of 1 slots .* cannot hold the 2 experts"),
+        ({"ram_cache_gib": 1e-6}, r"cannot hold the 2 experts"),
+        ({"ram_cache_slots": 0}, "1 or more"),
+        ({"ram_cache_slots": 2.5}, "whole number"),
+        ({"ram_cache_gib": float("nan")}, "positive number"),
+        ({"ram_cache_gib": 100_000}, r"100000.00 GiB was asked for, but \d+.\d+ GiB of \d+.\d+ GiB are available"),
+        ({"ram_cache_slots": 10**9}, "was asked for"),
+        ({"ram_cache_slots": 4, "ram_cache_gib": 1}, "not both"),
+        ({"device": "cuda"}, "'cpu'"),
+        ({"threads": 0}, "threads is 0"),
+    ],
+)
+def test_impossible_choices_are_refused_with_numbers(path, choice, message):
+    before = descriptors()
+    with pytest.raises(NemolabError, match=message):
+        Engine(path, **choice)
+    assert descriptors() == before and not ours()
+
+
+def test_dense_weights_that_do_not_fit_are_refused_before_they_are_read(path, monkeypatch):
+    monkeypatch.setattr(memory, "total_and_available_bytes", lambda: (2**30, 2**28 + 1000))
+    with pytest.raises(EngineError, match="dense weights take .* must stay free"):
+        Engine(path)
+
+
+def test_the_default_budget_is_everything_or_half_of_what_is_free(monkeypatch):
+    gib = 2**30
+    monkeypatch.setattr(memory, "total_and_available_bytes", lambda: (32 * gib, 22 * gib))
+    assert memory.cache_budget(4096, 100, 2, 8, None, None) == 100 * 4096
+    assert memory.cache_budget(4096, 10**8, 2, 8, None, None) == 10 * gib
+    assert memory.cache_budget(4096, 10**8, 2, 0, 20, None) == 20 * gib
+    with pytest.raises(EngineError, match="20.00 GiB is the most here"):
+        memory.cache_budget(4096, 10**8, 2, 0, 21, None)
+
+
+def test_a_cgroup_s_limit_counts(monkeypatch, tmp_path):
+    (tmp_path / "memory.max").write_text(str(2**30))
+    (tmp_path / "memory.current").write_text(str(2**29))
+    (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {2**28}\n")
+    monkeypatch.setattr(memory, "_cgroup_folders", lambda: [tmp_path])
+    assert memory.total_and_available_bytes() == (2**30, 2**30 - 2**29 + 2**28)
+    (tmp_path / "memory.max").write_text("max")
+    assert memory.total_and_available_bytes()[0] > 2**30
+
+
+def test_folders_that_are_no_model_are_refused(tmp_path):
+    with pytest.raises(NemolabError):
+        Engine(tmp_path)
+    with pytest.raises(StoreError):
+        Engine(None, store=tmp_path)
+    with pytest.raises(EngineError, match="give a checkpoint folder"):
+        Engine(None)
+
+
+@pytest.mark.parametrize("ids", [[], [-1], [10**6], [[1, 2]]])
+def test_unfit_ids_are_refused_and_leave_the_state_alone(engine, ids):
+    state = engine.new_state()
+    with pytest.raises(EngineError, match="token ids"):
+        engine.prefill(ids, state)
+    engine.prefill(IDS, state)
+
+
+def test_a_context_too_long_is_refused_before_anything_is_computed(path, monkeypatch):
+    with Engine(path, threads=1) as engine:
+        limit = engine.config.max_position_embeddings
+        with pytest.raises(EngineError, match=f"{limit + 1} prompt .* {limit}"):
+            engine.prefill([40] * (limit + 1), engine.new_state())
+        with pytest.raises(EngineError, match=f"5 prompt \\+ {limit} new tokens"):
+            engine.generate(IDS, max_tokens=limit)
+        state = engine.new_state()
+        state.tokens = limit
+        with pytest.raises(EngineError, match=f"{limit} in the conversation"):
+            engine.step(40, state)
+
+
+def test_a_state_left_half_way_cannot_be_continued(engine, monkeypatch):
+    state = engine.new_state()
+    engine.prefill(IDS, state)
+
+    def fail(*args, **kwargs):
+        raise StoreError("the disk is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._cache, "lookup_rows", fail)
+        patch.setattr(engine._cache, "stream_rows", fail)
+        with pytest.raises(StoreError):
+            engine.step(40, state)
+        other = engine.new_state()
+        with pytest.raises(StoreError):
+            engine.prefill(IDS, other)
+    for broken in (state, other):
+        with pytest.raises(EngineError, match="half-way"):
+            engine.step(40, broken)
+    engine.step(40, engine.new_state())
+
+
+def test_generate_is_greedy_by_default_and_stops_at_max_tokens(engine):
+    state = engine.new_state()
+    logits, wanted = engine.prefill(IDS, state)[-1], []
+    for _ in range(6):
+        wanted.append(int(logits.argmax()))
+        logits = engine.step(wanted[-1], state)
+    assert list(engine.generate(IDS, max_tokens=6, stop_ids=())) == wanted
+    assert list(engine.generate(IDS, max_tokens=0, stop_ids=())) == []
+    third = wanted[2]
+    assert list(engine.generate(IDS, max_tokens=6, stop_ids=[third])) == wanted[: wanted.index(third)]
+
+
+def test_generate_streams(engine):
+    before = engine.stats()["decode"]["tokens"]
+    tokens = engine.generate(IDS, max_tokens=50, stop_ids=())
+    next(tokens), next(tokens)
+    assert engine.stats()["decode"]["tokens"] - before == 1
+    tokens.close()
+
+
+def test_generate_continues_a_state(engine):
+    whole = list(engine.generate(IDS, max_tokens=8, stop_ids=()))
+    state = engine.new_state()
+    first = list(engine.generate(IDS, max_tokens=4, stop_ids=(), state=state))
+    assert state.tokens == len(IDS) + 3
+    assert first + list(engine.generate(first[-1:], max_tokens=4, stop_ids=(), state=state)) == whole
+
+
+def test_sampling_follows_its_seed(engine):
+    def draw(seed):
+        return list(engine.generate(IDS, max_tokens=12, temperature=1.5, seed=seed, stop_ids=()))
+
+    assert draw(1) == draw(1) != draw(2)
+
+
+def test_a_checkpoint_without_its_config_is_refused(tmp_path):
+    path = write_checkpoint(tmp_path / "m", pattern="M*E", hidden=32, latent=32, inter=32, experts=4)
+    (path / "config.json").unlink()
+    with pytest.raises(CheckpointError, match="config.json"):
+        Engine(path)
