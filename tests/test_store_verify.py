@@ -1,0 +1,187 @@
+"""Damage is found and placed, and what is no sound store is not opened."""
+
+import json
+import os
+from importlib import import_module
+
+import numpy as np
+import pytest
+from stores import damage, quiet
+from synthetic import write_checkpoint
+
+from nemolab.checkpoint.safetensors_header import read_header
+from nemolab.errors import StoreError
+from nemolab.store import BlockLayout, Store, files, repack, verify
+from nemolab.store.layout import LAYOUTS
+from nemolab.store.nibbles import transpose_nibbles
+from nemolab.store.verify import sample_blocks
+
+pytest_plugins = ["stores"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("plane", range(4))
+def test_one_flipped_bit_in_a_block_is_found_and_placed(source, tmp_path, layout, plane):
+    repack(source, tmp_path / "store", layout=layout, announce=quiet)
+    store = Store.open(tmp_path / "store")
+    place = store.block_layout.planes[plane]
+    index = 11  # layer 4 (the second MoE layer), expert 3
+    offset = index * store.block_bytes + place.offset_bytes + place.nbytes // 2 + 1
+    damage(store.path / files.EXPERTS, offset, flip=0x10)
+    by_sum = verify(store)
+    assert by_sum.mismatches == 1 and "layer 4, expert 3 (block 11 at" in by_sum.details[0]
+    by_source = verify(store, source=source)
+    assert by_source.mismatches == 1
+    assert f"layer 4, expert 3 (block 11 at {11 * store.block_bytes}), offset {offset} of" in by_source.details[0]
+    assert place.name in by_source.details[0]
+
+
+def test_damaged_padding_is_found(source, store_path):
+    store = Store.open(store_path)
+    assert store.payload_bytes < store.block_bytes
+    damage(store_path / files.EXPERTS, store.block_bytes - 1)
+    assert verify(store, source=source).details[0].endswith("the padding is not zero")
+    assert verify(store).mismatches == 1
+
+
+def test_a_wrong_permutation_is_found_though_it_inverts_itself(source, tmp_path, monkeypatch):
+    """Swapped nibbles survive there-and-back: only a reading of its own sees them."""
+    module = import_module("nemolab.store.repack")
+    real = module.choose_transpose
+
+    def swapped(packed, out):
+        transpose_nibbles(packed, out)
+        out[...] = (out >> 4) | (out << 4)
+
+    monkeypatch.setattr(module, "choose_transpose", lambda total_bytes: swapped)
+    repack(source, tmp_path / "store", announce=quiet)
+    monkeypatch.setattr(module, "choose_transpose", real)
+    assert verify(tmp_path / "store").mismatches == 0, "the checksums are those of what was written"
+    found = verify(tmp_path / "store", source=source)
+    assert found.mismatches == found.checked == 16 and "down_values" in found.details[0]
+
+
+def test_damaged_dense_tensors_are_named(source, store_path):
+    entry = Store.open(store_path).dense_tensors["backbone.norm_f.weight"]
+    damage(store_path / files.DENSE, entry.offset_bytes + 3)
+    assert [("norm_f" in line) for line in verify(store_path).details] == [True]
+    found = verify(store_path, source=source)
+    assert found.details == [f"{files.DENSE}: backbone.norm_f.weight differs at offset {entry.offset_bytes + 3}"]
+
+
+def test_damaged_globals_checksums_and_small_files_are_named(source, store_path):
+    damage(store_path / "tokenizer.json", 100)
+    assert verify(store_path).details == ["tokenizer.json: its checksum is another one"]
+    assert verify(store_path, source=source).details == ["tokenizer.json: another one, the source has it"]
+    damage(store_path / "tokenizer.json", 100)
+
+    _, entries = read_header(store_path / files.GLOBALS)
+    damage(store_path / files.GLOBALS, entries["weight_scale_2"].offset_bytes + 8 * 3)
+    assert verify(store_path).details == [f"{files.GLOBALS}: its checksum is another one"]
+    assert "layer 1, expert 3" in verify(store_path, source=source).details[0]
+    damage(store_path / files.GLOBALS, entries["weight_scale_2"].offset_bytes + 8 * 3)
+
+    damage(store_path / files.CHECKSUMS, (store_path / files.CHECKSUMS).stat().st_size - 4)
+    assert len(verify(store_path).details) == 2  # the last block, and the file itself
+    assert "the bytes agree" in verify(store_path, source=source).details[0]
+
+
+@pytest.mark.parametrize("shape", [(7,), (1 << 40,), (4, 4)])
+def test_checksums_of_another_shape_are_refused_before_they_are_read(store_path, shape):
+    path = store_path / files.CHECKSUMS
+    size = path.stat().st_size
+    with open(path, "wb") as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "<u4", "fortran_order": False, "shape": shape})
+        file.write(bytes(size - file.tell()))
+    with pytest.raises(StoreError, match=r"checksums\.npy: uint32 .* uint32 \[16\] was expected"):
+        verify(store_path)
+
+
+def test_checksums_that_are_no_array_are_refused(store_path):
+    path = store_path / files.CHECKSUMS
+    path.write_bytes(bytes(path.stat().st_size))
+    with pytest.raises(StoreError, match="not a readable array"):
+        verify(store_path)
+
+
+def test_verify_refuses_another_model(store_path, tmp_path):
+    other = write_checkpoint(tmp_path / "other", experts=12)
+    with pytest.raises(StoreError, match="it is not its source"):
+        verify(store_path, source=other)
+
+
+def test_samples_spread_over_the_store_from_first_to_last():
+    for blocks in (1, 2, 199, 200, 201, 20480):
+        chosen = sample_blocks(blocks)
+        assert len(chosen) == len(set(chosen)) == min(200, blocks)
+        assert chosen[0] == 0 and chosen[-1] == blocks - 1
+    gaps = np.diff(sample_blocks(20480))
+    assert gaps.max() - gaps.min() <= 1
+
+
+def test_a_store_without_manifest_is_no_store(source, store_path, tmp_path):
+    (store_path / files.MANIFEST).unlink()
+    with pytest.raises(StoreError, match="has no manifest"):
+        Store.open(store_path)
+    with pytest.raises(StoreError, match="looks like a checkpoint"):
+        Store.open(source)
+    with pytest.raises(StoreError, match="is no folder"):
+        Store.open(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("name", [files.EXPERTS, files.DENSE, files.GLOBALS, files.CHECKSUMS, "tokenizer.json"])
+def test_truncated_and_missing_files_are_named_at_open(store_path, name):
+    size = (store_path / name).stat().st_size
+    os.truncate(store_path / name, size - 1)
+    with pytest.raises(StoreError, match=f"{name} has {size - 1} bytes, the manifest says {size}"):
+        Store.open(store_path)
+    (store_path / name).unlink()
+    with pytest.raises(StoreError, match=f"{name} is missing"):
+        Store.open(store_path)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"format": "zip"}, "format 'zip'"),
+        ({"version": 2}, "version 2"),
+        ({"layout": "columns"}, "unknown layout"),
+        ({"layers": "two"}, "layers is 'two'; a int was expected"),
+        ({"layers": True}, "layers is True"),
+        ({"experts": -8}, "experts is -8"),
+        ({"block_bytes": 1 << 60}, "block_bytes is"),
+        ({"expert_inter": 10**12}, "block_bytes is"),
+        ({"layout": "source"}, "planes is"),
+        ({"layers": 3}, "bytes there; 24 blocks"),
+        ({"files": {}}, "experts.bin is not listed"),
+        ({"files": {"../../etc/passwd": {"bytes": 1}}}, "a plain name"),
+        ({"files": {"experts.bin": 7}}, "a plain name with its bytes"),
+        ({"source": None}, "source is None"),
+        ({"expert_format": "mxfp4"}, "expert_format 'mxfp4'"),
+    ],
+)
+def test_manifests_that_make_no_sense_are_refused(store_path, change, words):
+    manifest = json.loads((store_path / files.MANIFEST).read_text())
+    (store_path / files.MANIFEST).write_text(json.dumps(manifest | change))
+    with pytest.raises(StoreError, match=words):
+        Store.open(store_path)
+
+
+def test_a_manifest_that_is_no_json_is_refused(store_path):
+    (store_path / files.MANIFEST).write_text("{")
+    with pytest.raises(StoreError, match="not valid JSON"):
+        Store.open(store_path)
+
+
+def test_a_config_of_other_sizes_is_refused(store_path):
+    text = (store_path / "config.json").read_text()
+    (store_path / "config.json").write_text(text.replace('"n_routed_experts": 8', '"n_routed_experts": 4'))
+    with pytest.raises(StoreError, match="config.json describes 2 MoE layers of 4 experts"):
+        Store.open(store_path)
+
+
+def test_the_manifest_tells_a_foreign_reader_what_it_needs(store_path):
+    raw = json.loads((store_path / files.MANIFEST).read_text())
+    layout = BlockLayout("neuron", 96, 64)
+    assert (raw["block_bytes"], raw["payload_bytes"]) == (layout.block_bytes, layout.payload_bytes)
+    assert [plane["shape"] for plane in raw["planes"]] == [[96, 32], [96, 4], [96, 32], [6, 64]]
