@@ -1,6 +1,7 @@
-# make demo   every notebook on the shipped model, one HTML report under runs/
-# make test   lint and tests
-# make lab    JupyterLab on notebooks/
+# make demo        every notebook on the shipped model, one HTML report under runs/
+# make test        lint and tests
+# make lab         JupyterLab on notebooks/
+# make notebooks   execute all and keep the outputs in notebooks/ (before a commit that changes them)
 # Each works from a fresh clone: the first one makes .venv. PYTHON=/path/to/python3 picks the interpreter.
 
 .PHONY: demo test lab notebooks clean help
@@ -8,7 +9,7 @@
 
 BIN := .venv/bin
 STAMP := .venv/installed
-CHECK := import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+CHECK := import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -24,7 +25,6 @@ test: $(STAMP)
 lab: $(STAMP)
 	@$(BIN)/nemolab lab
 
-# For those who change a notebook or the package: execute all in order and keep their outputs in notebooks/.
 notebooks: $(STAMP)
 	@$(BIN)/nemolab run --save
 
@@ -32,12 +32,12 @@ notebooks: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	@set -e; \
-	for python in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
+	for python in $(PYTHON) python3 python3.13 python3.12 python3.11 python3.14; do \
 	  if "$$python" -c '$(CHECK)' 2>/dev/null; then found="$$python"; break; fi; \
 	  if [ -n "$(PYTHON)" ]; then break; fi; \
 	done; \
 	if [ -z "$$found" ]; then \
-	  echo "make: no Python 3.11, 3.12 or 3.13 with the venv module found (tried $(or $(PYTHON),python3 python3.13 python3.12 python3.11))."; \
+	  echo "make: no Python 3.11 to 3.14 with the venv module found (tried $(or $(PYTHON),python3 and python3.11 to python3.14))."; \
 	  echo "      On Debian or Ubuntu: apt install python3-venv. Or name one: make $(or $(MAKECMDGOALS),.venv) PYTHON=/path/to/python3"; \
 	  exit 1; \
 	fi; \

@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
-PYTHONS = ("3.11", "3.12", "3.13")
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 
 
 def requirements() -> list[Requirement]:
@@ -81,13 +81,13 @@ def test_conda_gives_python_and_pip_only_and_pip_the_rest_from_the_constraints()
     allowed, required = SpecifierSet(names["python"].removeprefix("python")), SpecifierSet(PROJECT["requires-python"])
     for python in PYTHONS:
         assert allowed.contains(python) and required.contains(python)
-    assert not allowed.contains("3.10") and not required.contains("3.10")
+    assert not allowed.contains("3.10") and not required.contains("3.10") and not allowed.contains("3.15")
 
 
 def test_make_installs_what_environment_yml_installs():
     text = (ROOT / "Makefile").read_text()
     assert "-c constraints.txt -e '.[test]'" in text
-    assert "(3, 11) <= sys.version_info[:2] <= (3, 13)" in text
+    assert "(3, 11) <= sys.version_info[:2] <= (3, 14)" in text
     assert re.search(r"^\$\(STAMP\): pyproject.toml constraints.txt$", text, re.M), "a changed pin reinstalls"
 
 
