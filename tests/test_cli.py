@@ -160,7 +160,7 @@ def test_bad_usage_is_code_2_and_one_line(call, words, named):
     assert_one_line(err, named)
 
 
-@pytest.mark.parametrize("verb_name", ["plan", "inventory", "compare"])
+@pytest.mark.parametrize("verb_name", ["plan", "inventory", "compare", "run"])
 def test_a_missing_folder_is_code_1_and_one_line(call, verb_name):
     for flags in ([], ["--json"]):
         code, out, err = call(verb_name, "no/such/folder", *flags)

@@ -28,9 +28,11 @@ def run(path, only, target, save):
       nemolab run /models/nemotron-super --to /tmp/super-report
     """
     from nemolab import paths
+    from nemolab.checkpoint import Checkpoint
     from nemolab.notebooks import find_notebooks, run_notebooks
 
     notebooks = find_notebooks(only=only)
+    Checkpoint.open(path)  # an unfit folder is said once and at once, not by every notebook
     say(f"{len(notebooks)} notebooks on {paths.shown(path)}")
     result = run_notebooks(
         notebooks,
