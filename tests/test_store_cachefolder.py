@@ -12,7 +12,7 @@ from nemolab.errors import StoreError
 from nemolab.store import Store, ensure_store, files, verify
 from nemolab.store.target import MARKER
 
-pytest_plugins = ["stores"]
+pytest_plugins = ["store_fixtures"]
 
 
 @pytest.fixture

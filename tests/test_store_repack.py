@@ -19,7 +19,7 @@ from nemolab.errors import StoreError
 from nemolab.store import ExpertCache, Store, files, repack, verify
 from nemolab.store.layout import LAYOUTS
 
-pytest_plugins = ["stores"]
+pytest_plugins = ["store_fixtures"]
 SHM = Path("/dev/shm")
 SHAPES = {
     "plain": {},

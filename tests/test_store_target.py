@@ -16,7 +16,7 @@ from nemolab.errors import NemolabError, StoreError
 from nemolab.store import Store, files, repack, verify
 from nemolab.store.target import MARKER
 
-pytest_plugins = ["stores"]
+pytest_plugins = ["store_fixtures"]
 
 
 def test_the_same_store_is_left_alone(source, store_path):

@@ -16,7 +16,7 @@ from nemolab.store.layout import LAYOUTS
 from nemolab.store.nibbles import transpose_nibbles
 from nemolab.store.verify import sample_blocks
 
-pytest_plugins = ["stores"]
+pytest_plugins = ["store_fixtures"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
