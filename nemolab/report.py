@@ -64,7 +64,7 @@ def write_report(target: Path, outcomes: Sequence["Outcome"], notebooks: Sequenc
     for number, cell in enumerate(cells):
         cell.id = f"cell-{number:03d}"
     merged = nbformat.v4.new_notebook(cells=cells, metadata=notebooks[0].metadata)
-    exporter = HTMLExporter(require_js_url="", mathjax_url="", mermaid_js_url="", jquery_url="", widget_renderer_url="")
+    exporter = HTMLExporter(**{name: "" for name in HTMLExporter.class_trait_names() if name.endswith("_url")})
     body, _ = exporter.from_notebook_node(merged, resources={"metadata": {"name": "nemolab report"}})
     partial = target.with_name(target.name + ".partial")
     partial.write_text(body, encoding="utf-8")
