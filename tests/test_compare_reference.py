@@ -8,11 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from synthetic import write_checkpoint
+from transformers.cache_utils import DynamicCache
 
 from nemolab.checkpoint import Checkpoint
 from nemolab.compare import reference as reference_module
 from nemolab.compare.measures import kl_rows
-from nemolab.compare.reference import Reference, inverse_softplus, transformers_config
+from nemolab.compare.reference import Reference, cache_keyword, inverse_softplus, transformers_config
 from nemolab.compare.weights import decode
 from nemolab.errors import CheckpointError, NemolabError
 
@@ -68,12 +69,9 @@ def test_streamed_reference_equals_the_whole_model_to_the_bit(tmp_path, sizes):
 def test_streamed_stepwise_equals_the_whole_model_fed_one_token_at_a_time(tmp_path):
     checkpoint = Checkpoint.open(write_checkpoint(tmp_path / "model"))
     model = whole_model(checkpoint, decoded(checkpoint))
-    rows, cache = [], None
+    cache = {cache_keyword(model.model.layers[0]): DynamicCache(config=model.config)}
     with torch.inference_mode():
-        for token in IDS:
-            out = model(torch.tensor([[token]]), cache=cache, use_cache=True)
-            rows.append(out.logits[0, 0])
-            cache = out.cache
+        rows = [model(torch.tensor([[token]]), use_cache=True, **cache).logits[0, 0] for token in IDS]
     difference = (Reference(checkpoint).logits_stepwise(IDS) - torch.stack(rows)).abs().max()
     assert difference < 1e-5
 

@@ -14,7 +14,7 @@ import torch
 from nemolab.checkpoint import Checkpoint
 from nemolab.compare import memory
 from nemolab.compare.controls import CONTROLS, MUST_REACH_NATS, Control, TamperedStore, judge_control, measure_control
-from nemolab.compare.determinism import check_determinism
+from nemolab.compare.determinism import PROMPT_TOKENS, STEPS, Determinism, OtherProcess, repeat_runs
 from nemolab.compare.engine_side import EngineReading, check_engine_itself, read_text
 from nemolab.compare.measures import check_self, diverge, score, score_greedy
 from nemolab.compare.reference import Reading, Reference
@@ -75,13 +75,18 @@ class Comparison:
         self._done, self._progress = 0, progress
 
     def run(self) -> Result:
+        prompt, slots = self.texts[0].ids[:PROMPT_TOKENS], self.config.top_k
         with self._timed("engine"), self.make_engine() as engine:
             readings = {text.name: self._do(read_text, engine, text.ids) for text in self.texts}
             engine_check = self._do(check_engine_itself, engine, self.stretch)
         with self._timed("determinism"):
-            determinism = self._do(self.check_determinism)
-        with self._timed("reference"):
-            references, about_reference = self.read_reference(readings)
+            runs = self._do(repeat_runs, self.make_engine, prompt, slots)
+        # The other process works beside the reference: by then this one holds no engine.
+        with OtherProcess(self.checkpoint.path, self.store.path, prompt, slots) as other:
+            with self._timed("reference"):
+                references, about_reference = self.read_reference(readings)
+            with self._timed("other_process"):
+                runs["another process"] = other.wait()
         with self._timed("measures"):
             reference_check = check_self(
                 one_pass=references[_ONE_PASS].logits(), token_by_token=references[_TOKEN_BY_TOKEN].logits()
@@ -93,7 +98,7 @@ class Comparison:
         return Result(
             texts=texts,
             controls=controls,
-            determinism=determinism,
+            determinism=Determinism(len(prompt), STEPS, runs),
             self_checks={"reference": reference_check, "engine": engine_check},
             bounds=Bounds(KL_BOUND, SELF_CHECK_BOUND, MUST_REACH_NATS),
             reference=about_reference,
@@ -111,18 +116,14 @@ class Comparison:
 
         return Engine(self.checkpoint.path, store=store or self.store, **settings)
 
-    def check_determinism(self):
-        ids, top_k = self.texts[0].ids, self.config.top_k
-        return check_determinism(self.make_engine, self.checkpoint.path, self.store.path, ids, top_k)
-
     def read_reference(self, readings: dict[str, EngineReading]) -> tuple[dict[str, Reading], dict]:
         """Everything the reference has to say, in one pass over its weights; and how it was made."""
         sequences = {text.name: text.ids + readings[text.name].written for text in self.texts}
         sequences |= {_ONE_PASS: self.stretch, _TOKEN_BY_TOKEN: self.stretch}
-        predicted = memory.predict_reference_peak(self.config, [len(ids) for ids in sequences.values()])
+        reference = Reference(self.checkpoint)
         alone = memory.reset_peak_rss()
         before_bytes, _ = memory.read_rss_bytes()
-        reference = Reference(self.checkpoint)
+        predicted = memory.predict_reference_peak(self.config, [len(ids) for ids in sequences.values()])
         first = self._done
         references = reference.read(
             sequences, stepwise=(_TOKEN_BY_TOKEN,), progress=lambda done, total: self._reach(first + done)
@@ -130,9 +131,10 @@ class Comparison:
         _, peak_bytes = memory.read_rss_bytes()
         about = reference.settings | {
             "peak_rss_bytes": peak_bytes,
-            "rss_before_bytes": before_bytes,
+            "rss_before_bytes": before_bytes,  # with torch, transformers and the engine's logits
             "peak_since": "the reference began" if alone else "the process began",
-            "peak_predicted_bytes": predicted.peak_bytes,
+            "rise_predicted_bytes": predicted.rise_bytes,
+            "peak_predicted_bytes": predicted.peak_bytes,  # of a process that does nothing else
             "peak_arithmetic": predicted.to_dict(),
             "tensors_left_aside": len(reference.weights.unused()),
         }

@@ -1,7 +1,4 @@
-"""Is the engine the same, bit for bit, from run to run and from process to process?
-
-The second process runs `answer_as_other_process`: it reads a request as JSON on stdin and prints the hash.
-"""
+"""Is the engine the same, bit for bit, from run to run and from process to process?"""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import get_num_threads, set_num_threads
@@ -25,11 +22,11 @@ PATIENCE_S = 3600
 
 @dataclass(frozen=True)
 class Determinism:
-    """sha256 of the logits of a prompt pass and of the steps after it, for each run."""
+    """sha256 of the logits of a prompt pass and of the steps after it, by run."""
 
     prompt_tokens: int
     steps: int
-    runs: dict[str, str] = field(default_factory=dict)
+    runs: dict[str, str]
 
     @property
     def deterministic(self) -> bool:
@@ -59,64 +56,64 @@ def hash_logits(engine, ids: list[int], steps: int = STEPS) -> str:
     return digest.hexdigest()
 
 
-def check_determinism(
-    make_engine: Callable[..., object], path: Path, store_path: Path, ids: list[int], top_k: int
-) -> Determinism:
-    """Three runs here (cold, with what the first one cached, and with the smallest cache) and one in another process.
+def repeat_runs(make_engine: Callable, ids: list[int], smallest_slots: int) -> dict[str, str]:
+    """Three runs in this process: cold, with what the first one cached, and in another engine with the smallest cache.
 
-    make_engine  Engine bound to the store; called with cache settings
+    make_engine  called with cache settings; its engines are closed here
     """
-    prompt = ids[:PROMPT_TOKENS]
-    runs = {}
-    other = _start_other_process(path, store_path, prompt)
-    try:
-        with make_engine() as engine:
-            runs["first"] = hash_logits(engine, prompt)
-            runs["again, experts cached"] = hash_logits(engine, prompt)
-        with make_engine(ram_cache_slots=top_k) as engine:
-            runs["again, smallest cache"] = hash_logits(engine, prompt)
-        runs["another process"] = _finish_other_process(other)
-    finally:
-        if other.poll() is None:
-            other.kill()
-        other.communicate()
-    return Determinism(len(prompt), STEPS, runs)
+    with make_engine() as engine:
+        runs = {"first": hash_logits(engine, ids), "again, experts cached": hash_logits(engine, ids)}
+    with make_engine(ram_cache_slots=smallest_slots) as engine:
+        return runs | {"again, smallest cache": hash_logits(engine, ids)}
 
 
-def _start_other_process(path: Path, store_path: Path, ids: list[int]) -> subprocess.Popen:
-    request = {"path": str(path), "store": str(store_path), "ids": ids, "steps": STEPS, "threads": get_num_threads()}
-    process = subprocess.Popen(
-        [sys.executable, "-c", f"from {__name__} import answer_as_other_process; answer_as_other_process()"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    with contextlib.suppress(BrokenPipeError):  # it died at once; what it said is read where it is waited for
-        process.stdin.write(json.dumps(request))
-        process.stdin.close()
-    process.stdin = None  # so that `communicate` does not flush it
-    return process
+class OtherProcess:
+    """The same run in a process of its own, which works while this one does something else.
 
+    Use it in a `with` block: leaving it ends the process, whatever happened.
+    """
 
-def _finish_other_process(process: subprocess.Popen) -> str:
-    try:
-        answer, complaint = process.communicate(timeout=PATIENCE_S)
-    except subprocess.TimeoutExpired:
-        raise NemolabError(f"the second process gave no logits within {PATIENCE_S} s") from None
-    if process.returncode != 0:
-        last = complaint.strip().splitlines()[-1:] or ["no word"]
-        raise NemolabError(f"the second process failed with exit code {process.returncode}: {last[0]}")
-    return json.loads(answer)["logits_sha256"]
+    def __init__(self, path: Path, store_path: Path, ids: list[int], slots: int):
+        request = {"path": str(path), "store": str(store_path), "ids": ids, "steps": STEPS, "slots": slots}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", f"from {__name__} import answer_as_other_process; answer_as_other_process()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        with contextlib.suppress(BrokenPipeError):  # it died at once; what it said is read where it is waited for
+            self._process.stdin.write(json.dumps(request | {"threads": get_num_threads()}))
+            self._process.stdin.close()
+        self._process.stdin = None  # so that `communicate` does not flush it
+
+    def __enter__(self) -> OtherProcess:
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.communicate()
+
+    def wait(self) -> str:
+        """The hash. Raises NemolabError with the last thing the process said, should it fail."""
+        try:
+            answer, complaint = self._process.communicate(timeout=PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            raise NemolabError(f"the second process gave no logits within {PATIENCE_S} s") from None
+        if self._process.returncode != 0:
+            last = complaint.strip().splitlines()[-1:] or ["no word"]
+            raise NemolabError(f"the second process failed with exit code {self._process.returncode}: {last[0]}")
+        return json.loads(answer)["logits_sha256"]
 
 
 def answer_as_other_process() -> None:
-    """Read {"path", "store", "ids", "steps", "threads"} from stdin, run, print {"logits_sha256"}."""
+    """What the other process runs: a request as JSON on stdin, the hash as JSON on stdout."""
     from nemolab.engine import Engine
 
     request = json.load(sys.stdin)
     set_num_threads(request["threads"])  # the order of a sum may depend on how many take part
-    with Engine(request["path"], store=request["store"]) as engine:
+    with Engine(request["path"], store=request["store"], ram_cache_slots=request["slots"]) as engine:
         print(json.dumps({"logits_sha256": hash_logits(engine, request["ids"], request["steps"])}))
 
 

@@ -31,8 +31,13 @@ class ReferencePeak:
     process_bytes: int = PROCESS_BYTES
 
     @property
+    def rise_bytes(self) -> int:
+        """Above what the process held before."""
+        return max(self.stages.values())
+
+    @property
     def peak_bytes(self) -> int:
-        return self.process_bytes + max(self.stages.values())
+        return self.process_bytes + self.rise_bytes
 
     def to_dict(self) -> dict:
         return {"formula": FORMULA, "process_bytes": self.process_bytes, "stages_bytes": self.stages}

@@ -61,6 +61,9 @@ class Reference:
     """
 
     def __init__(self, checkpoint: Checkpoint, *, stock: bool = False):
+        from transformers.models.nemotron_h import modeling_nemotron_h  # seconds: here rather than in the first block
+
+        self._modeling = modeling_nemotron_h
         self.config = transformers_config(checkpoint.config)
         self.layer_types = checkpoint.config.layer_types
         self.time_step_limit = (self.config.time_step_min, math.inf) if stock else checkpoint.config.time_step_limit
@@ -146,10 +149,8 @@ class Reference:
 
     def _build_block(self, index: int) -> torch.nn.Module:
         """One block with its weights in float32; routed experts stay in the files until they are asked for."""
-        from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHBlock
-
         with torch.device("meta"):
-            block = NemotronHBlock(self.config, layer_idx=index).eval()
+            block = self._modeling.NemotronHBlock(self.config, layer_idx=index).eval()
         prefix = f"backbone.layers.{index}"
         if self.layer_types[index] == "moe":
             self._stand_in_for_experts(block.mixer.experts, f"{prefix}.mixer.experts")
@@ -197,10 +198,8 @@ class Reference:
             return torch.cat([block(hidden[:, t : t + 1], **cache) for t in range(hidden.shape[1])], dim=1)
 
     def _final_norm(self) -> torch.nn.Module:
-        from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNorm
-
         with torch.device("meta"):
-            norm = NemotronHRMSNorm(self.config.hidden_size, eps=self.config.layer_norm_epsilon)
+            norm = self._modeling.NemotronHRMSNorm(self.config.hidden_size, eps=self.config.layer_norm_epsilon)
         weight = self.weights.tensor("backbone.norm_f.weight")
         check_shape("backbone.norm_f.weight", weight, norm.weight.shape)
         norm.load_state_dict({"weight": weight}, strict=True, assign=True)
