@@ -49,7 +49,7 @@ def expert_step_torch(blocks, planes, layout: str, scales_2, weights, x: torch.T
 def published_down_torch(values: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Down of layout `neuron` as published: [I, X/2] and [I/16, X] -> [X, I/2] and [X, I/16]."""
     codes = torch.stack([values & 15, values >> 4], dim=-1).flatten(1).T
-    return codes[:, 0::2] | codes[:, 1::2] << 4, scales.T.contiguous()
+    return (codes[:, 0::2] | codes[:, 1::2] << 4).contiguous(), scales.T.contiguous()
 
 
 @jit

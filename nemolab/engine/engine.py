@@ -110,7 +110,7 @@ class Engine:
         self._clocks = _Clocks()
         self._lock = threading.Lock()
         try:
-            memory.check_dense(sum(module.nbytes for module in self.store.dense.values()))
+            memory.check_room(sum(module.nbytes for module in self.store.dense.values()), "the dense weights")
             budget_bytes = self._budget(ram_cache_gib, ram_cache_slots)
             self._cache = ExpertCache(self.store, budget_bytes=budget_bytes, threads=reader_threads)
             self._team = Team(self.threads)

@@ -28,13 +28,13 @@ def reserve_bytes(total_bytes: int) -> int:
     return max(total_bytes // RESERVE_SHARE, RESERVE_LEAST_BYTES)
 
 
-def check_dense(dense_bytes: int) -> None:
-    """Raises EngineError when the dense weights alone do not fit."""
+def check_room(needed_bytes: int, what: str) -> None:
+    """Raises EngineError when `what` takes more than may be had."""
     total, available = total_and_available_bytes()
     reserve = reserve_bytes(total)
-    if dense_bytes > available - reserve:
+    if needed_bytes > available - reserve:
         raise EngineError(
-            f"the dense weights take {_gib(dense_bytes)}, but {_gib(available)} of {_gib(total)} are available "
+            f"{what} take {_gib(needed_bytes)}, but {_gib(available)} of {_gib(total)} are available "
             f"and {_gib(reserve)} must stay free"
         )
 
