@@ -101,6 +101,32 @@ def correctness_table() -> str:
     )
 
 
+def speed_table() -> str:
+    """Decode and experts, as ratios to a rival in the same run, from the newest recorded benchmarks."""
+    from nemolab.measure import latest, one_line
+
+    rows = []
+    newest = latest("decode.ratio", model="tiny")
+    cases = [
+        ("decode of data/tiny, everything cached", "transformers fp32", "decode", "transformers", {"model": "tiny"})
+    ]
+    for active, what in ((1.0, "all neurons active"), (0.075, "7.5 % of neurons active")):
+        experts = f"44 experts of Nemotron-3-Super's shape, {what}"
+        cases.append((experts, "torch fp32", "expert", "torch_f32", {"shape": "super", "asked_active": active}))
+    for what, rival, name, row_of_rival, settings in cases:
+        theirs, ours, ratio = (latest(f"{name}.{part}", **settings) for part in (row_of_rival, "engine", "ratio"))
+        rows.append([what, rival, _spread(theirs), _spread(ours), _spread(ratio), len(ratio["values"])])
+    headers = ["what", "baseline", "baseline, ms:", "nemolab, ms:", "times faster:", "samples:"]
+    return (
+        f"{one_line(newest['machine'])}, {newest['settings']['threads']} threads; {newest['time'][:10]}, commit "
+        f"{newest['commit']}. Median (least to most); both sides in turns in one run.\n\n{markdown_table(headers, rows)}"
+    )
+
+
+def _spread(row) -> str:
+    return f"{row['median']:.3g} ({row['low']:.3g} to {row['high']:.3g})"
+
+
 def notebooks_table() -> str:
     """Each notebook's question and the headline of its committed outputs."""
     import nbformat
@@ -127,6 +153,7 @@ def claims_table() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "bytes": bytes_table,
     "correctness": correctness_table,
+    "speed": speed_table,
     "notebooks": notebooks_table,
     "claims": claims_table,
 }

@@ -1,14 +1,100 @@
 """`nemolab bench`: timings as ratios taken in one run, with their samples, settings and machine."""
 
+from collections.abc import Callable
+
 import click
+
+from nemolab.commands.verb import Answer, checkpoint_argument, table, verb
 
 
 @click.group("bench")
 def bench():
     """How fast is it, beside a floor or a rival measured in the same run?
 
+    Both sides take turns in one process; medians with all samples, and no winner inside the spread. Times are wall
+    milliseconds. A laptop's numbers say little about another machine: compare rows of one machine only.
+
     \b
     Examples:
       nemolab bench decode
-      nemolab bench expert --record --json
+      nemolab bench expert --active 0.075 --record --json
     """
+
+
+def common_options(function: Callable) -> Callable:
+    """--repeats, --threads, --record."""
+    for option in (
+        click.option("--record", is_flag=True, help="Keep the samples as rows in data/measurements."),
+        click.option("--threads", type=click.IntRange(min=1), default=None, help="Of both sides; default: torch's."),
+        click.option(
+            "--repeats", type=click.IntRange(min=3), default=9, show_default=True, help="Rounds, each a pair."
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+@verb("decode")
+@checkpoint_argument
+@click.option("--tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Fed one by one a round.")
+@common_options
+def decode(path, tokens, repeats, threads, record):
+    """One token at a time: this engine, everything cached, against transformers in fp32.
+
+    The same weights and token ids for both. transformers holds the whole model in fp32, so PATH must be small.
+
+    \b
+    Examples:
+      nemolab bench decode
+      nemolab bench decode --repeats 15 --record --json
+    """
+    from nemolab.measure.bench import bench_decode
+
+    return _answer(bench_decode(path, tokens=tokens, repeats=repeats, threads=threads), record)
+
+
+@verb("expert")
+@click.option("--shape", default="super", show_default=True, help="Sizes of an expert: super, nano or tiny.")
+@click.option("--experts", type=click.IntRange(min=1), default=44, show_default=True, help="How many at once.")
+@click.option(
+    "--active",
+    type=click.FloatRange(0, 1),
+    default=1.0,
+    show_default=True,
+    help="Share of neurons that are not zero; 1 is the worst case, 0.075 the large model's.",
+)
+@common_options
+def expert(shape, experts, active, repeats, threads, record):
+    """Experts straight from their 4-bit blocks, against torch's fp32 products.
+
+    The floor is the bytes they must read over the memory bandwidth measured in the same run.
+
+    \b
+    Examples:
+      nemolab bench expert
+      nemolab bench expert --shape nano --active 0.075 --json
+    """
+    from nemolab.measure.bench import bench_expert
+
+    return _answer(bench_expert(shape, experts, active, repeats, threads), record)
+
+
+def _answer(data: dict, record: bool) -> Answer:
+    if record:
+        from nemolab.measure import record as keep
+
+        for row in data["rows"]:
+            keep(**row)
+    facts = [[name, value] for name, value in data.items() if isinstance(value, int | float | str)]
+    settings = ", ".join(f"{name} {value}" for name, value in data["rows"][0]["settings"].items())
+    return Answer(
+        data, table(["figure", "value"], [[name, _plain(value)] for name, value in facts]) + f"\n\n{settings}"
+    )
+
+
+def _plain(value: int | float | str) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+bench.add_command(decode)
+bench.add_command(expert)
