@@ -43,8 +43,16 @@ def store(folder, tmp_path_factory, request):
 
 
 @pytest.fixture(scope="module")
-def document(folder, store):
-    return compare(folder, store=store, texts=TEXTS)
+def comparison(folder, store):
+    """(the document, what the progress callback was told)"""
+    told = []
+    document = compare(folder, store=store, texts=TEXTS, progress=lambda done, total: told.append((done, total)))
+    return document, told
+
+
+@pytest.fixture(scope="module")
+def document(comparison):
+    return comparison[0]
 
 
 def test_engine_and_reference_are_the_same_model(document):
@@ -103,11 +111,8 @@ def test_comparison_can_fail_on_one_broken_expert(folder, store):
     assert all(text.prompt.mean > KL_BOUND and text.decode.mean > KL_BOUND for text in measured)
 
 
-def test_progress_is_told_in_steps_that_end_at_the_total(folder, store):
-    told = []
-    compare(
-        folder, store=store, texts={"a": TEXTS["random"][:12]}, progress=lambda done, total: told.append((done, total))
-    )
+def test_progress_is_told_in_steps_that_end_at_the_total(comparison):
+    _, told = comparison
     assert told == sorted(told) and told[-1][0] == told[-1][1]
     assert len({total for _, total in told}) == 1
 
