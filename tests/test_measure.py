@@ -28,6 +28,7 @@ def test_rows_are_appended_and_read_back_with_median_and_spread(tmp_path):
     )
     assert len(read_rows(folder=tmp_path)) == 3
     assert latest("pread", tmp_path, threads=32)["median"] == 0.2
+    assert latest("pread", tmp_path, threads=lambda count: count > 2)["median"] == 0.2
     assert latest("pread", tmp_path)["median"] == 0.5
 
 

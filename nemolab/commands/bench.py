@@ -26,9 +26,7 @@ def common_options(function: Callable) -> Callable:
     for option in (
         click.option("--record", is_flag=True, help="Keep the samples as rows in data/measurements."),
         click.option("--threads", type=click.IntRange(min=1), default=None, help="Of both sides; default: torch's."),
-        click.option(
-            "--repeats", type=click.IntRange(min=3), default=9, show_default=True, help="Rounds, each a pair."
-        ),
+        click.option("--repeats", type=click.IntRange(min=3), default=9, show_default=True, help="Rounds."),
     ):
         function = option(function)
     return function
@@ -85,11 +83,9 @@ def _answer(data: dict, record: bool) -> Answer:
 
         for row in data["rows"]:
             keep(**row)
-    facts = [[name, value] for name, value in data.items() if isinstance(value, int | float | str)]
+    facts = [[name, _plain(value)] for name, value in data.items() if isinstance(value, int | float | str)]
     settings = ", ".join(f"{name} {value}" for name, value in data["rows"][0]["settings"].items())
-    return Answer(
-        data, table(["figure", "value"], [[name, _plain(value)] for name, value in facts]) + f"\n\n{settings}"
-    )
+    return Answer(data, f"{table(['figure', 'value'], facts)}\n\n{settings}")
 
 
 def _plain(value: int | float | str) -> str:

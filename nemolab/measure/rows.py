@@ -99,7 +99,7 @@ def read_rows(name: str = "*", folder: Path | None = None) -> pd.DataFrame:
 
 
 def latest(name: str, folder: Path | None = None, **settings: Any) -> pd.Series:
-    """The newest row of a name whose settings include all those given.
+    """The newest row of a name whose settings include all those given: a value, or a test that it has to pass.
 
     Raises NemolabError when there is none.
     """
@@ -107,12 +107,16 @@ def latest(name: str, folder: Path | None = None, **settings: Any) -> pd.Series:
     matches = [
         index
         for index, found in frame["settings"].items()
-        if all(found.get(key) == value for key, value in settings.items())
+        if all(_fits(found.get(key), wanted) for key, wanted in settings.items())
     ]
     if not matches:
         wanted = ", ".join(f"{key}={value}" for key, value in settings.items())
         raise NemolabError(f"no measurement {name}" + (f" with {wanted}" if wanted else ""))
     return frame.loc[matches[-1]]
+
+
+def _fits(found: Any, wanted: Any) -> bool:
+    return found is not None and wanted(found) if callable(wanted) else found == wanted
 
 
 def code_version() -> tuple[str | None, bool | None]:
