@@ -27,7 +27,7 @@ from nemolab.kernels.team import Team
 
 LAYOUTS = {"neuron": 0, "source": 1}
 _SOURCE = LAYOUTS["source"]
-_UNIT = np.float32(simd.E2M1_UNIT * simd.E4M3_UNIT)
+_UP_UNIT, _DOWN_UNIT = np.float32(simd.E2M1_UNIT), np.float32(simd.E2M1_UNIT * simd.E4M3_UNIT)
 GROUP = 16
 
 
@@ -64,7 +64,7 @@ def _up_kernel(part, parts, addresses, scales_2, even, odd, h, active):
         k, group = unit // out_groups, unit % out_groups
         values = addresses[k]
         scales = values + inter * width // 2
-        factor = scales_2[k, 0] * _UNIT
+        factor = scales_2[k, 0] * _UP_UNIT
         bits = 0
         for place in range(GROUP):
             row = group * GROUP + place
@@ -95,19 +95,35 @@ def gather_source(values, scales, inter, group, first, last, neurons, count, row
 
 
 @jit
+def _add_scaled(scales, even, odd, y_even, y_odd):
+    """y += scale * sum for sixteen outputs."""
+    scale_even, scale_odd = simd.load_e4m3_pairs(scales)
+    simd.store_f32(y_even, simd.fma(scale_even, even, simd.load_f32(y_even)))
+    simd.store_f32(y_odd, simd.fma(scale_odd, odd, simd.load_f32(y_odd)))
+
+
+@jit
 def _add_group(rows_at, row_scales, blocks, heights, count, y_even, y_odd):
-    """y += scale * (sum over rows, ascending, of code * height), sixteen outputs a block."""
-    for block in range(blocks):
+    """y += scale * (sum over rows, ascending, of code * height), sixteen outputs a block, two blocks at once."""
+    block = 0
+    while block + 2 <= blocks:
+        even, odd, even_2, odd_2 = simd.zeros(), simd.zeros(), simd.zeros(), simd.zeros()
+        for a in range(count):
+            low, high, low_2, high_2 = simd.load_e2m1_twice(rows_at[a] + 8 * block)
+            height = simd.splat(heights[a])
+            even, odd = simd.fma(low, height, even), simd.fma(high, height, odd)
+            even_2, odd_2 = simd.fma(low_2, height, even_2), simd.fma(high_2, height, odd_2)
+        at = 32 * block
+        _add_scaled(row_scales + 16 * block, even, odd, y_even + at, y_odd + at)
+        _add_scaled(row_scales + 16 * block + 16, even_2, odd_2, y_even + at + 32, y_odd + at + 32)
+        block += 2
+    if block < blocks:
         even, odd = simd.zeros(), simd.zeros()
         for a in range(count):
             low, high = simd.load_e2m1(rows_at[a] + 8 * block)
             height = simd.splat(heights[a])
-            even = simd.fma(low, height, even)
-            odd = simd.fma(high, height, odd)
-        scale_even, scale_odd = simd.load_e4m3_pairs(row_scales + 16 * block)
-        at = 32 * block
-        simd.store_f32(y_even + at, simd.fma(scale_even, even, simd.load_f32(y_even + at)))
-        simd.store_f32(y_odd + at, simd.fma(scale_odd, odd, simd.load_f32(y_odd + at)))
+            even, odd = simd.fma(low, height, even), simd.fma(high, height, odd)
+        _add_scaled(row_scales + 16 * block, even, odd, y_even + 32 * block, y_odd + 32 * block)
 
 
 @jit
@@ -147,7 +163,7 @@ def _down_kernel(part, parts, addresses, layout, scales_2, weights, h, active, o
                     rows_at[a] = simd.address_of(gathered) + a * length
                 scales_at = simd.address_of(gathered_scales)
             _add_group(rows_at, scales_at, length // 8, heights, count, simd.address_of(y_even), simd.address_of(y_odd))
-        factor = weights[k] * (scales_2[k, 1] * _UNIT)
+        factor = weights[k] * (scales_2[k, 1] * _DOWN_UNIT)
         for b in range(length):
             sum_even[b] += factor * y_even[b]
             sum_odd[b] += factor * y_odd[b]

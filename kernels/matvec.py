@@ -25,6 +25,8 @@ BF16, F16, F32, FP8, NVFP4 = range(5)
 FORMATS = {"bf16": BF16, "f16": F16, "f32": F32, "fp8": FP8, "nvfp4": NVFP4}
 _VALUE_BITS = {BF16: 16, F16: 16, F32: 32, FP8: 8, NVFP4: 4}
 _E2M1_UNIT, _E4M3_UNIT = np.float32(simd.E2M1_UNIT), np.float32(simd.E4M3_UNIT)
+# One scale serves sixteen codes: there a table beats placing bits (0.14 against 0.16 ns a value), and keeps NaN.
+E4M3_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
 
 # What the kernel does with a product.
 PLAIN, ADD, RELU2 = range(3)
@@ -177,7 +179,7 @@ def dot_fp8(address, x, columns):
 
 @jit
 def dot_nvfp4(values, scales, x_even, x_odd, groups):
-    """In units of 2^-14 * 2^-8: the sum over groups of scale * (sum over the group of code * x)."""
+    """In units of 2^-14: the sum over groups of scale * (sum over the group of code * x)."""
     a, b = simd.zeros(), simd.zeros()
     g = 0
     while g + 2 <= groups:
@@ -185,14 +187,14 @@ def dot_nvfp4(values, scales, x_even, x_odd, groups):
         x = 32 * g
         first = simd.fma(low, simd.load_f32(x_even + x), simd.mul(high, simd.load_f32(x_odd + x)))
         second = simd.fma(low_2, simd.load_f32(x_even + x + 32), simd.mul(high_2, simd.load_f32(x_odd + x + 32)))
-        a = simd.fma(simd.splat(simd.load_one_e4m3(scales + g)), first, a)
-        b = simd.fma(simd.splat(simd.load_one_e4m3(scales + g + 1)), second, b)
+        a = simd.fma(simd.splat(E4M3_VALUES[simd.load_byte(scales + g)]), first, a)
+        b = simd.fma(simd.splat(E4M3_VALUES[simd.load_byte(scales + g + 1)]), second, b)
         g += 2
     if g < groups:
         low, high = simd.load_e2m1(values + 8 * g)
         x = 32 * g
         first = simd.fma(low, simd.load_f32(x_even + x), simd.mul(high, simd.load_f32(x_odd + x)))
-        a = simd.fma(simd.splat(simd.load_one_e4m3(scales + g)), first, a)
+        a = simd.fma(simd.splat(E4M3_VALUES[simd.load_byte(scales + g)]), first, a)
     return simd.total(simd.add(a, b))
 
 
@@ -215,7 +217,7 @@ def multiply_rows(first, last, table, scale, x, y, mode):
     if code == NVFP4:
         even, odd = np.empty(columns // 2, np.float32), np.empty(columns // 2, np.float32)
         split_even_odd(x, even, odd)
-        factor = scale * (_E2M1_UNIT * _E4M3_UNIT)
+        factor = scale * _E2M1_UNIT
     elif code == FP8:
         factor = scale * _E4M3_UNIT
     even_at, odd_at = simd.address_of(even), simd.address_of(odd)
