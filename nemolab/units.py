@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from nemolab.errors import UsageError
 
+PAGE_BYTES = 4096  # what direct reads are aligned to, and what blocks are whole multiples of
+
 BYTES_PER = {
     "b": 1,
     "kb": 10**3,

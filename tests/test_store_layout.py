@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemolab.errors import StoreError
-from nemolab.store.layout import LAYOUTS, PAGE_BYTES, BlockLayout, ExpertViews
+from nemolab.store.layout import LAYOUTS, BlockLayout, ExpertViews
 from nemolab.store.nibbles import transpose_nibbles, transpose_nibbles_fast
+from nemolab.units import PAGE_BYTES
 
 SIZES = [(16, 2), (32, 64), (96, 64), (48, 34), (256, 128), (80, 30)]
 

@@ -10,7 +10,8 @@ from nemolab import paths
 from nemolab.checkpoint.formats import matrix_bytes
 from nemolab.checkpoint.json_files import read_json
 from nemolab.errors import NemolabError
-from nemolab.plan.planner import PAGE_BYTES, plan
+from nemolab.plan.planner import plan
+from nemolab.units import PAGE_BYTES
 
 if TYPE_CHECKING:
     import pandas as pd

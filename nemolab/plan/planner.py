@@ -14,14 +14,13 @@ from nemolab.errors import CheckpointError, UsageError
 from nemolab.paths import shown
 from nemolab.plan.geometry import kind_of, kv_bytes_per_token, mamba_state_bytes, module_shapes
 from nemolab.plan.precision import DEFAULT_EXPERTS_AS, module_bytes, read_precision
-from nemolab.units import show_bytes
+from nemolab.units import PAGE_BYTES, show_bytes
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from nemolab.checkpoint import Checkpoint
 
-PAGE_BYTES = 4096
 ROUTED = "routed"
 NOT_DENSE = (ROUTED, "mtp", "vision")
 

@@ -5,7 +5,7 @@ import mmap
 import numpy as np
 
 from nemolab.errors import StoreError
-from nemolab.store.layout import PAGE_BYTES
+from nemolab.units import PAGE_BYTES
 
 
 class Arena:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nemolab.store.layout import PAGE_BYTES
+from nemolab.units import PAGE_BYTES
 
 _AT_EMPTY_PATH = 0x1000
 _STATX_DIOALIGN = 0x2000

@@ -21,11 +21,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from nemolab.checkpoint.formats import GROUP
 from nemolab.errors import StoreError
 from nemolab.store.nibbles import Transpose, transpose_nibbles
+from nemolab.units import PAGE_BYTES
 
-PAGE_BYTES = 4096
-GROUP = 16  # values that share a block scale
 LAYOUTS = ("neuron", "source")
 
 

@@ -10,7 +10,8 @@ from typing import Any
 from nemolab.checkpoint.json_files import read_json
 from nemolab.errors import CheckpointError, StoreError
 from nemolab.store import files
-from nemolab.store.layout import PAGE_BYTES, BlockLayout
+from nemolab.store.layout import BlockLayout
+from nemolab.units import PAGE_BYTES
 
 FORMAT = "nemolab-store"
 VERSION = 1

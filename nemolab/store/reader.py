@@ -11,7 +11,7 @@ import numpy as np
 
 from nemolab.errors import StoreError
 from nemolab.store import direct_io
-from nemolab.store.layout import PAGE_BYTES
+from nemolab.units import PAGE_BYTES
 
 DEFAULT_THREADS = 32
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from nemolab.errors import StoreError
 from nemolab.store import direct_io
-from nemolab.store.layout import PAGE_BYTES
+from nemolab.units import PAGE_BYTES
 
 
 class BlockWriter:
