@@ -35,12 +35,15 @@ PLAIN, ADD, RELU2 = range(3)
 class Packed(NamedTuple):
     """A matrix as kernels take it.
 
+    rows, columns
     table   int64 [6]: format, rows, columns, address of the values, of the scales, of the bias (0: none)
     scale   the matrix's own scale (FP8, NVFP4), else 1
     nbytes  what one product reads
     keep    the tensors behind the addresses
     """
 
+    rows: int
+    columns: int
     table: np.ndarray
     scale: np.float32
     nbytes: int
@@ -75,14 +78,14 @@ def pack(
             )
     addresses = [0 if t is None else t.data_ptr() for t in (weight, scales if code == NVFP4 else None, bias)]
     table = np.array([code, rows, columns, *addresses], np.int64)
-    return Packed(table, np.float32(scale), sum(nbytes for _, nbytes in needed), (weight, scales, bias))
+    return Packed(rows, columns, table, np.float32(scale), sum(nbytes for _, nbytes in needed), (weight, scales, bias))
 
 
 def matvec_torch(packed: Packed, x: torch.Tensor, y: torch.Tensor | None = None, mode: int = PLAIN) -> torch.Tensor:
     """The plain twin: decode in torch, then multiply."""
     from nemolab.kernels.decode_nvfp4 import decode_rows_torch
 
-    code, rows, columns = packed.table[:3].tolist()
+    code, rows, columns = int(packed.table[0]), packed.rows, packed.columns
     weight, scales, bias = packed.keep
     if code == NVFP4:
         decoded = decode_rows_torch(weight, scales, float(packed.scale))
@@ -253,10 +256,9 @@ def matvec(team: Team, packed: Packed, x: np.ndarray, y: np.ndarray, mode: int =
 
     Raises EngineError for vectors of other lengths.
     """
-    table = packed.table
-    if x.shape[0] != table[2] or y.shape[0] != table[1]:
-        raise EngineError(f"a matrix [{table[1]}, {table[2]}] from a vector [{x.shape[0]}] to one of [{y.shape[0]}]")
-    team.run(_matvec_kernel, packed.nbytes, table, packed.scale, x, y, mode)
+    if x.shape != (packed.columns,) or y.shape != (packed.rows,):
+        raise EngineError(f"a matrix [{packed.rows}, {packed.columns}] from a vector {x.shape} to one of {y.shape}")
+    team.run(_matvec_kernel, packed.nbytes, packed.table, packed.scale, x, y, mode)
 
 
 def kernel_is_cached() -> bool:

@@ -249,3 +249,35 @@ def test_a_checkpoint_without_its_config_is_refused(tmp_path):
     (path / "config.json").unlink()
     with pytest.raises(CheckpointError, match="config.json"):
         Engine(path)
+
+
+def spoil(path, tmp_path, suffix, place):
+    """A copy of the store in which one byte of the first dense tensor with this ending is E4M3's NaN."""
+    store_path = tmp_path / "store"
+    repack(path, store_path)
+    store = Store.open(store_path)
+    entry = next(entry for name, entry in store.dense_tensors.items() if name.endswith(suffix))
+    with open(store_path / "dense.safetensors", "r+b") as file:
+        file.seek(entry.offset_bytes + place)
+        file.write(b"\xff")
+    return entry.name, Store.open(store_path)
+
+
+def test_nan_among_fp8_weights_is_refused_by_name(path, tmp_path):
+    name, store = spoil(path, tmp_path, "in_proj.weight", 17)
+    with pytest.raises(EngineError, match=f"{name} holds NaN"):
+        Engine(path, store=store)
+
+
+def test_unknown_activations_are_refused(tmp_path):
+    path = write_checkpoint(
+        tmp_path / "m",
+        pattern="M*E",
+        hidden=32,
+        latent=32,
+        inter=32,
+        experts=4,
+        config_extra={"mlp_hidden_act": "gelu"},
+    )
+    with pytest.raises(EngineError, match="mlp_hidden_act is 'gelu'; the engine knows 'relu2'"):
+        Engine(path)

@@ -176,7 +176,7 @@ class Engine:
         for part in hidden:
             for first in range(0, part.shape[0], piece_tokens):
                 self._open()
-                with torch.no_grad():
+                with self._lock, torch.no_grad(), _torch_threads(self.threads):
                     piece = self._model.logits(part[first : first + piece_tokens])
                 yield start + first, piece
             start += part.shape[0]

@@ -12,8 +12,11 @@ from nemolab.engine.moe import MoeLayer
 from nemolab.engine.norm import rms_norm
 from nemolab.engine.state import State
 from nemolab.engine.weights import DenseWeights
+from nemolab.errors import EngineError
 from nemolab.kernels.rms_norm import rms_norm as rms_norm_step
 from nemolab.kernels.team import Team
+
+KNOWN_ACTIVATIONS = {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu"}
 
 
 class Model:
@@ -21,6 +24,9 @@ class Model:
 
     def __init__(self, store, cache, team: Team):
         config = store.config
+        for field, known in KNOWN_ACTIVATIONS.items():
+            if getattr(config, field) != known:
+                raise EngineError(f"{field} is {getattr(config, field)!r}; the engine knows {known!r}")
         weights = DenseWeights(store, team)
         self.config, self.team = config, team
         self.embeddings = weights.matrix("backbone.embeddings", config.vocab_size, config.hidden_size)

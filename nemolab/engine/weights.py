@@ -114,8 +114,10 @@ class DenseWeights:
         if format == "nvfp4":
             scales = tensors["weight_scale"].view(torch.uint8)
             scale = _scalar(tensors["weight_scale_2"])
+            _refuse_nan(f"{name}.weight_scale", scales)
         elif format == "fp8":
             scale = _scalar(tensors["weight_scale"])
+            _refuse_nan(f"{name}.weight", tensors["weight"].view(torch.uint8))
         bias = tensors["bias"].float().contiguous() if "bias" in tensors else None
         made = Matrix(name, self._team, format, *wanted, tensors["weight"].contiguous(), scales, scale, bias)
         self.nbytes += made.nbytes
@@ -133,6 +135,13 @@ class DenseWeights:
         made = found.float().contiguous()
         self.nbytes += made.numel() * 4
         return made
+
+
+def _refuse_nan(name: str, codes: torch.Tensor) -> None:
+    """E4M3 NaN decodes to something else in some kernels, so it must not come in."""
+    for piece in codes.flatten().split(2**24):
+        if ((piece & 0x7F) == 0x7F).any():
+            raise EngineError(f"{name} holds NaN (E4M3 0x7F or 0xFF): the checkpoint is damaged")
 
 
 def _scalar(tensor: torch.Tensor) -> float:

@@ -21,21 +21,25 @@ def bench_decode(path: str | Path, tokens: int = 64, repeats: int = 5, threads: 
     """One token at a time: this engine, everything cached, against transformers in float32 on the same weights.
 
     path     a checkpoint small enough for transformers to hold it in float32
-    tokens   fed one by one behind a prompt of 32, the same ids to both
+    tokens   fed one by one behind a prompt of 32, the same ids to both; transformers gets the better of one and all
+             torch threads
     returns  engine_ms and transformers_ms (medians a token), ratio (transformers / engine), verdict, misses, rows
     """
+    import copy
+
     import torch
 
+    from nemolab.compare.reference import cache_keyword, quiet_transformers
     from nemolab.engine import Engine
 
     model = _plain_transformers(path)
-    with Engine(path, threads=threads) as engine, torch.no_grad():
+    with Engine(path, threads=threads) as engine, torch.no_grad(), quiet_transformers():
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(engine.config.vocab_size, (PROMPT_TOKENS + tokens,), generator=generator)
         prompt, rest = ids[:PROMPT_TOKENS], ids[PROMPT_TOKENS:]
-        state, cache = engine.new_state(), None
+        state = engine.new_state()
         engine.prefill(prompt, state)
-        keyword = _cache_keyword(model)
+        keyword = cache_keyword(model)
         cache = getattr(model(prompt[None], use_cache=True), keyword)
 
         # Both go on from a copy of the state behind the prompt, so that every round does the same work.
@@ -45,22 +49,21 @@ def bench_decode(path: str | Path, tokens: int = 64, repeats: int = 5, threads: 
                 engine.step(token, now)
 
         def run_transformers():
-            import copy
-
             now = {keyword: copy.deepcopy(cache), "use_cache": True}
             for token in rest:
                 model(token.reshape(1, 1), **now)
 
         run_engine()
+        theirs_threads = _best_threads(lambda: model(rest[:1][None], **{keyword: copy.deepcopy(cache)}, use_cache=True))
         before = engine.stats()["decode"]["misses"]
-        timed = versus(run_transformers, run_engine, rounds=repeats)
+        timed = versus(_with_threads(theirs_threads, run_transformers), run_engine, rounds=repeats)
         misses = engine.stats()["decode"]["misses"] - before
         settings = {
             "model": Path(path).name,
             "tokens": tokens,
             "prompt_tokens": PROMPT_TOKENS,
             "threads": engine.threads,
-            "torch_threads": torch.get_num_threads(),
+            "transformers_threads": theirs_threads,
             "experts": "all cached" if misses == 0 else f"{misses} misses",
             "layout": engine.store.layout,
         }
@@ -134,19 +137,15 @@ def bench_expert(
                 total += F.linear(F.linear(x, up).relu_().square_(), down)
             return total
 
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        try:
-            run_engine()
-            error = float((torch.from_numpy(out) - run_torch()).abs().max() / run_torch().abs().max().clamp(min=1e-30))
-            timed = versus(run_torch, run_engine, rounds=repeats)
-        finally:
-            torch.set_num_threads(before)
+        run_engine()
+        wanted = run_torch()
+        error = float((torch.from_numpy(out) - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30))
+        timed = versus(_with_threads(threads, run_torch), run_engine, rounds=repeats)
         read_gb_s = measure_read_gb_s(team)
-    bits = np.unpackbits(step.active.view(np.uint8)).sum()
-    groups = np.count_nonzero(step.active)
+    bits = int(np.unpackbits(step.active.view(np.uint8)).sum())
+    groups = int(np.count_nonzero(step.active))
     bytes_read = experts * (inter * width // 2 + inter * width // 16) + bits * width // 2 + groups * width
-    weights_used = experts * inter * width + int(bits) * width
+    weights_used = experts * inter * width + bits * width
     ours, theirs = ([1e3 * second for second in samples] for samples in (timed.second, timed.first))
     floor_ms = bytes_read / statistics.median(read_gb_s) / 1e6
     settings = {
@@ -154,9 +153,9 @@ def bench_expert(
         "inter": inter,
         "width": width,
         "experts": experts,
-        "active": float(bits) / step.h.size,
+        "active": bits / step.h.size,
         "threads": threads,
-        "bytes_read": int(bytes_read),
+        "bytes_read": bytes_read,
         "relative_error": error,
     }
     return {
@@ -165,7 +164,7 @@ def bench_expert(
         "ratio": timed.ratio,
         "ratios": timed.ratios,
         "verdict": timed.verdict.replace("second", "the engine").replace("first", "torch"),
-        "bytes_read": int(bytes_read),
+        "bytes_read": bytes_read,
         "read_gb_s": statistics.median(read_gb_s),
         "floor_ms": floor_ms,
         "of_floor": statistics.median(ours) / floor_ms,
@@ -178,6 +177,40 @@ def bench_expert(
             {"name": "expert.read_bandwidth", "values": read_gb_s, "unit": "GB/s", "settings": {"threads": threads}},
         ],
     }
+
+
+def _best_threads(run) -> int:
+    """Torch threads with which `run` is fastest: one, or as many as torch has now. A rival gets its best setting."""
+    import time
+
+    import torch
+
+    def seconds(threads: int) -> float:
+        timed = _with_threads(threads, run)
+        timed()
+        samples = []
+        for _ in range(5):
+            started = time.perf_counter()
+            timed()
+            samples.append(time.perf_counter() - started)
+        return min(samples)
+
+    return min({1, torch.get_num_threads()}, key=seconds)
+
+
+def _with_threads(threads: int, run):
+    """`run` with this number of torch threads, put back afterwards."""
+    import torch
+
+    def call():
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            return run()
+        finally:
+            torch.set_num_threads(before)
+
+    return call
 
 
 def _fill_block(views, active: float, random) -> None:
@@ -228,10 +261,3 @@ def _plain_transformers(path: str | Path):
             model = NemotronHForCausalLM(transformers_config(checkpoint.config)).eval()
         model.load_state_dict(state, strict=True, assign=True)
     return model
-
-
-def _cache_keyword(model) -> str:
-    """`cache` in newer transformers, `past_key_values` before."""
-    import inspect
-
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"

@@ -1,0 +1,67 @@
+"""The benchmarks run, name what they measured and hand back rows that can be recorded. No timing is judged here."""
+
+import pytest
+from synthetic import write_checkpoint
+
+from nemolab.errors import UsageError
+from nemolab.kernels import read_memory
+from nemolab.kernels.team import Team
+from nemolab.measure import bench, record
+
+
+@pytest.fixture(autouse=True)
+def small_buffers(monkeypatch):
+    measure = read_memory.measure_read_gb_s
+    monkeypatch.setattr(read_memory, "measure_read_gb_s", lambda team: measure(team, buffer_bytes=2**20, repeats=2))
+
+
+def test_expert_bench_compares_equal_work(tmp_path):
+    found = bench.bench_expert("tiny", experts=5, active=1.0, repeats=3, threads=1)
+    assert found["relative_error"] < 1e-5
+    assert found["bytes_read"] == 5 * 36_864, "all of up and, with every neuron active, all of down"
+    for row in found["rows"]:
+        assert record(**row, folder=tmp_path)["values"] == row["values"]
+
+
+def test_expert_bench_plants_the_share_it_says():
+    found = bench.bench_expert("tiny", experts=3, active=0.125, repeats=3, threads=1)
+    settings = found["rows"][0]["settings"]
+    assert settings["active"] == 0.125 and found["relative_error"] < 1e-5
+    assert 3 * 18_432 < found["bytes_read"] < 3 * 36_864
+
+
+def test_expert_bench_refuses_what_it_does_not_know():
+    with pytest.raises(UsageError, match="known are super, nano, tiny"):
+        bench.bench_expert("huge")
+    with pytest.raises(UsageError, match="0 to 1"):
+        bench.bench_expert("tiny", active=2.0)
+
+
+def test_decode_bench_feeds_both_the_same(tmp_path):
+    path = write_checkpoint(tmp_path / "model", pattern="M*E", hidden=32, latent=32, inter=32, experts=4)
+    found = bench.bench_decode(path, tokens=3, repeats=3, threads=1)
+    assert found["misses"] == 0 and found["rows"][0]["settings"]["experts"] == "all cached"
+    for row in found["rows"]:
+        assert len(record(**row, folder=tmp_path)["values"]) == 3
+
+
+def test_transformers_of_the_bench_is_the_same_model(tmp_path):
+    import torch
+
+    from nemolab.checkpoint import Checkpoint
+    from nemolab.compare.reference import Reference
+
+    path = write_checkpoint(tmp_path / "model", pattern="ME*", hidden=32, latent=None, inter=32, experts=4)
+    ids = list(range(40, 60))
+    with torch.no_grad():
+        logits = bench._plain_transformers(path)(torch.tensor([ids])).logits[0]
+    # As anyone would run it: with transformers' floor under the time step, which costs no time.
+    assert torch.allclose(logits, Reference(Checkpoint.open(path), stock=True).logits(ids), atol=1e-4)
+
+
+def test_reading_memory_reads_all_of_it():
+    import numpy as np
+
+    buffer = np.arange(64 * 33, dtype=np.float32) / 1024
+    with Team(2) as team:
+        assert read_memory.read_memory(team, buffer) == pytest.approx(float(buffer.sum()), rel=1e-5)
