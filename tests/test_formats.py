@@ -197,16 +197,16 @@ def test_fp8_round_trip_uses_the_whole_range():
     assert torch.equal(formats.decode_fp8(*formats.encode_fp8(torch.zeros(2, 2))), torch.zeros(2, 2))
 
 
-def test_expert_bytes_are_the_published_ones():
-    assert formats.expert_bytes(2688, 1024, "nvfp4") == 3_096_576 == 756 * 4096
-    assert formats.expert_bytes(1856, 2688, "nvfp4") == 5_612_544
-    assert formats.expert_bytes(640, 2560, "nvfp4", matrices=3) == 2_764_800
-    assert formats.expert_bytes(2048, 5760, "mxfp4", matrices=3) == 3 * 11_796_480 * 17 // 32 == 18_800_640
-    assert formats.expert_bytes(64, 32, "bf16") == 2 * 2 * 64 * 32
+def test_matrix_bytes_add_up_to_the_published_experts():
+    assert formats.matrix_bytes(2688, 1024, "nvfp4") + formats.matrix_bytes(1024, 2688, "nvfp4") == 3_096_576
+    assert formats.matrix_bytes(1856, 2688, "nvfp4") + formats.matrix_bytes(2688, 1856, "nvfp4") == 5_612_544
+    assert 3 * formats.matrix_bytes(640, 2560, "nvfp4") == 2_764_800
+    assert 3 * formats.matrix_bytes(2048, 5760, "mxfp4") == 3 * 11_796_480 * 17 // 32 == 18_800_640
+    assert [formats.matrix_bytes(64, 32, plain) for plain in ("fp8", "bf16", "f16", "f32")] == [2048, 4096, 4096, 8192]
 
 
-def test_expert_bytes_refuses_unknown_formats_and_broken_groups():
+def test_matrix_bytes_refuses_unknown_formats_and_broken_groups():
     with pytest.raises(CheckpointError, match="unknown format 'int3'"):
-        formats.expert_bytes(64, 32, "int3")
+        formats.matrix_bytes(64, 32, "int3")
     with pytest.raises(CheckpointError, match="groups of 16 columns, found 24"):
-        formats.expert_bytes(64, 24, "nvfp4")
+        formats.matrix_bytes(64, 24, "nvfp4")

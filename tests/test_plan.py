@@ -426,6 +426,7 @@ def test_entries_that_name_nothing_are_reported():
         ({"moe_intermediate_size": 100}, r"experts.*\[100, 32\]|100 columns"),
         ({"nemolab": {"formats": {"in_proj": "int4"}}}, "nemolab.formats.in_proj is 'int4'"),
         ({"nemolab": {"formats": {"in_proj": {"fp8": 3}}}}, "list of layer numbers"),
+        ({"nemolab": {"formats": {"norm_f": "fp8"}}}, r"norm_f \[64\] is no matrix .* bf16, f16, f32 was expected"),
         ({"nemolab": {"formats": ["fp8"]}}, "an object was expected"),
         ({"nemolab": {"formats": {}, "weight_only": 5}}, "weight_only is '5'"),
         ({"quantization_config": {"quant_algo": "FOO"}}, "unknown quant_algo 'FOO'"),
@@ -452,7 +453,7 @@ def test_a_format_that_does_not_fit_the_shape_names_the_module():
 
 
 def test_an_unknown_format_is_bad_usage():
-    with pytest.raises(UsageError, match="nvfp4, mxfp4, fp8 or bf16"):
+    with pytest.raises(UsageError, match="nvfp4, mxfp4, fp8, bf16 was expected"):
         plan_of(SMALL, "int3")
 
 

@@ -49,6 +49,7 @@ class Checkpoint:
     path     the folder
     config   ModelConfig
     prefix   how the files spell the backbone, such as "backbone." or "language_model.backbone."
+    headers  file name -> Header
     notes    readable lines: what was left aside, what metadata and tensors disagree about
     tensors  canonical name -> TensorEntry
     modules  canonical name -> Module
@@ -91,11 +92,6 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         return f"Checkpoint({str(self.path)!r}, {len(self.tensors):,} tensors, {len(self.modules):,} modules)"
-
-    @property
-    def head_module(self) -> str:
-        """The module that gives logits: a stored lm_head, else the tied embeddings."""
-        return HEAD if HEAD in self.modules else EMBEDDINGS
 
     def entry(self, name: str) -> TensorEntry:
         """A tensor's entry by canonical name."""

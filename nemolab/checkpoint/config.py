@@ -21,9 +21,7 @@ _ALIASES = {
     "mamba_n_groups": "n_groups",
     "mamba_d_conv": "conv_kernel",
     "mamba_dt_min": "time_step_min",
-    "mamba_dt_max": "time_step_max",
     "mamba_dt_limit": "time_step_limit",
-    "mamba_dt_init_floor": "time_step_floor",
     "mamba_conv_bias": "use_conv_bias",
     "mamba_chunk_size": "chunk_size",
 }
@@ -46,14 +44,10 @@ _SIZES = {
 }  # fmt: skip
 _SWITCHES = {
     "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "use_bias": False, "use_conv_bias": True,
-    "norm_topk_prob": True, "residual_in_fp32": False,
+    "norm_topk_prob": True,
 }  # fmt: skip
-_NUMBERS = {
-    "layer_norm_epsilon": 1e-5, "routed_scaling_factor": 1.0, "time_step_min": 0.001, "time_step_max": 0.1,
-    "time_step_floor": 1e-4,
-}  # fmt: skip
+_NUMBERS = {"layer_norm_epsilon": 1e-5, "routed_scaling_factor": 1.0, "time_step_min": 0.001}
 _WORDS = {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu"}
-_TOKENS = {"bos_token_id": 1, "pad_token_id": 0}
 
 _LARGEST_SIZE = 2**31 - 1
 
@@ -93,17 +87,12 @@ class ModelConfig:
     use_bias: bool
     use_conv_bias: bool
     norm_topk_prob: bool
-    residual_in_fp32: bool
     layer_norm_epsilon: float
     routed_scaling_factor: float
     time_step_min: float
-    time_step_max: float
-    time_step_floor: float
     time_step_limit: tuple[float, float]
     mlp_hidden_act: str
     mamba_hidden_act: str
-    bos_token_id: int | None
-    pad_token_id: int | None
     eos_token_ids: tuple[int, ...]
     notes: tuple[str, ...] = ()
     raw: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
@@ -132,7 +121,7 @@ class ModelConfig:
             raise CheckpointError(
                 f"{where} has no list of layers: hybrid_override_pattern, layers_block_type or layer_types is needed"
             )
-        read = _Reader({**_renamed(text)}, where)
+        read = _Reader(_renamed(text), where)
         for kind, names in _SIZES_NEEDED.items():
             if kind == "always" or kind in layers:
                 read.require(names, kind)
@@ -142,7 +131,6 @@ class ModelConfig:
         values |= {name: read.switch(name, default) for name, default in _SWITCHES.items()}
         values |= {name: read.number(name, default) for name, default in _NUMBERS.items()}
         values |= {name: read.word(name, default) for name, default in _WORDS.items()}
-        values |= {name: read.token(name, default) for name, default in _TOKENS.items()}
         latent = read.values.get("moe_latent_size")
         made = cls(
             model_type=str(model_type),
@@ -255,12 +243,6 @@ class _Reader:
             raise self._fail(name, "a word")
         return value
 
-    def token(self, name: str, default: int) -> int | None:
-        value = self.values.get(name, default)
-        if value is not None and (type(value) is not int or not 0 <= value <= _LARGEST_SIZE):
-            raise self._fail(name, "a token id or null")
-        return value
-
 
 def _find_text_config(config: dict, where: str) -> dict:
     """The language model's part of a config; refuses other families by name."""
@@ -328,27 +310,13 @@ def _check_together(config: ModelConfig, where: str) -> None:
     """Sizes that only make sense together."""
     checks = []
     if "moe" in config.layer_types:
-        reachable = config.n_experts // config.n_group * config.topk_group
+        top_k, experts, n_group, topk_group = config.top_k, config.n_experts, config.n_group, config.topk_group
+        reachable = experts // n_group * topk_group
         checks += [
-            (
-                config.top_k <= config.n_experts,
-                "num_experts_per_tok",
-                config.top_k,
-                f"<= n_routed_experts {config.n_experts}",
-            ),
-            (
-                config.n_experts % config.n_group == 0,
-                "n_group",
-                config.n_group,
-                f"a divisor of {config.n_experts} experts",
-            ),
-            (config.topk_group <= config.n_group, "topk_group", config.topk_group, f"<= n_group {config.n_group}"),
-            (
-                config.top_k <= reachable,
-                "num_experts_per_tok",
-                config.top_k,
-                f"<= the {reachable} experts of topk_group",
-            ),
+            (top_k <= experts, "num_experts_per_tok", top_k, f"<= n_routed_experts {experts}"),
+            (experts % n_group == 0, "n_group", n_group, f"a divisor of {experts} experts"),
+            (topk_group <= n_group, "topk_group", topk_group, f"<= n_group {n_group}"),
+            (top_k <= reachable, "num_experts_per_tok", top_k, f"<= the {reachable} experts of topk_group"),
         ]
     if "attention" in config.layer_types:
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads

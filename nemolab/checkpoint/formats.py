@@ -27,27 +27,25 @@ E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 E4M3_SMALLEST = 2.0**-9
 
-# Halfway points between neighbouring magnitudes, and the even code a tie goes to.
+# Halfway points between neighbouring magnitudes.
 _E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
-# (bits of a value, values under one scale byte or 0). The only table of what an expert costs.
+# (bits of a value, values under one scale byte or 0). The only table of what a format costs.
 _BITS = {"nvfp4": (4, 16), "mxfp4": (4, 32), "fp8": (8, 0), "bf16": (16, 0), "f16": (16, 0), "f32": (32, 0)}
-EXPERT_FORMATS = tuple(_BITS)
+FORMATS = tuple(_BITS)
 
 
 def matrix_bytes(rows: int, columns: int, format: str) -> int:
-    """Bytes of one matrix [rows, columns]: packed values and block scales, without scalars."""
+    """Bytes of one matrix [rows, columns]: packed values and block scales, without scalars.
+
+    Raises CheckpointError for an unknown format and for rows that are no whole groups.
+    """
     if format not in _BITS:
         raise CheckpointError(f"unknown format {format!r}; known are {', '.join(_BITS)}")
     bits, group = _BITS[format]
     if group and columns % group:
         raise CheckpointError(f"{format} needs rows in groups of {group} columns, found {columns} columns")
     return rows * columns * bits // 8 + (rows * (columns // group) if group else 0)
-
-
-def expert_bytes(inter: int, width: int, format: str = "nvfp4", matrices: int = 2) -> int:
-    """Bytes of one routed expert: up [inter, width] and down [width, inter] (and a gate like up when matrices = 3)."""
-    return (matrices - 1) * matrix_bytes(inter, width, format) + matrix_bytes(width, inter, format)
 
 
 def decode_e2m1(packed: torch.Tensor) -> torch.Tensor:

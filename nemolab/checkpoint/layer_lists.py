@@ -2,7 +2,7 @@
 
 from nemolab.errors import CheckpointError
 
-LETTERS = {"M": "mamba", "E": "moe", "*": "attention", "-": "mlp"}
+_LETTERS = {"M": "mamba", "E": "moe", "*": "attention", "-": "mlp"}
 _WORDS = {
     "mamba": "mamba",
     "linear_attention": "mamba",
@@ -34,15 +34,9 @@ def read_layer_list(config: dict, where: str, spellings: tuple[str, ...] = SPELL
     return first
 
 
-def write_pattern(layers: tuple[str, ...]) -> str:
-    """The layers as the vendor's pattern string, such as MEM*E."""
-    letters = {word: letter for letter, word in LETTERS.items()}
-    return "".join(letters[layer] for layer in layers)
-
-
 def _parse(value: object, where: str) -> tuple[str, ...]:
     if isinstance(value, str):
-        table, kind, items = LETTERS, "letter", list(value)
+        table, kind, items = _LETTERS, "letter", list(value)
     elif isinstance(value, list):
         table, kind, items = _WORDS, "word", value
     else:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from math import prod
 
 from nemolab.checkpoint.config import ModelConfig
 from nemolab.checkpoint.formats import GROUP
@@ -70,7 +71,7 @@ def find_modules(
     """
     _check_claimed_experts(len(tensors), config)
     expected = {name: module for name, module in expect_modules(config).items() if module.part not in without}
-    groups, unknown = _group(tensors, expected, config)
+    groups, unknown = _group(tensors, expected)
     notes = _judge_unknown(unknown, config)
     # In the order of the model, not of the files: whatever is wrong is reported at the first layer that has it.
     names = [name for name in expected if name in groups] + [name for name in groups if name not in expected]
@@ -92,7 +93,7 @@ def _check_claimed_experts(n_tensors: int, config: ModelConfig) -> None:
 
 
 def _group(
-    tensors: Mapping[str, TensorEntry], expected: Mapping[str, Expected], config: ModelConfig
+    tensors: Mapping[str, TensorEntry], expected: Mapping[str, Expected]
 ) -> tuple[dict[str, dict[str, TensorEntry]], list[TensorEntry]]:
     """Tensors by module and suffix; and those that belong to nothing known."""
     groups: dict[str, dict[str, TensorEntry]] = {}
@@ -191,12 +192,9 @@ def _check_nvfp4(name: str, group: dict[str, TensorEntry]) -> tuple[int, ...]:
     needed = (rows, columns // GROUP)
     if scale.shape != needed:
         padded = (-(-rows // 128) * 128, -(-needed[1] // 4) * 4)
-        elements = 1
-        for extent in scale.shape:
-            elements *= extent
         if scale.shape == (rows, columns // 32):
             hint = ": one scale for 32 columns, not 16"
-        elif scale.shape == padded or elements == padded[0] * padded[1]:
+        elif scale.shape == padded or prod(scale.shape) == prod(padded):
             hint = ": a padded, swizzled layout (128 x 4 tiles); only the linear layout is read"
         else:
             hint = ""

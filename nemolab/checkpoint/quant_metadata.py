@@ -49,14 +49,14 @@ class QuantMetadata:
 
     def say(self, modules: Iterable[Module]) -> dict[str, str]:
         """Module name -> "nvfp4", "fp8" or PLAIN, for the modules this source says something about."""
-        modules, named = list(modules), set(self.excluded)
+        modules, excluded = list(modules), set(self.excluded)
         globs = self.globs[: _MOST_MATCHES // max(1, len(modules))]
         matchers = [(re.compile(fnmatch.translate(glob)).match, self.table.get(glob, PLAIN)) for glob in globs]
         said = {}
         for module in modules:
-            containers = _containers(module.name)
-            verdict = next((self.table[name] for name in containers if name in self.table), None)
-            if verdict is None and any(name in named for name in containers):
+            names = containers(module.name)
+            verdict = next((self.table[name] for name in names if name in self.table), None)
+            if verdict is None and any(name in excluded for name in names):
                 verdict = PLAIN
             if verdict is None and matchers:
                 verdict = next((format for match, format in matchers if match(module.name)), None)
@@ -103,6 +103,12 @@ def cross_check_metadata(folder: Path, config: ModelConfig, modules: Mapping[str
         differ = [(name, a[name], b[name]) for name in a if name in b and a[name] != b[name]]
         notes += _gather(differ, f"{first.where} says {{kind}} is {{a}}, {second.where} says {{b}}{{layers}}")
     return notes
+
+
+def containers(name: str) -> list[str]:
+    """A module's name and those of what it lies in, innermost first: tables may name "...mixer.experts"."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
 
 
 def _parse(given: object, where: str) -> list[QuantMetadata]:
@@ -186,12 +192,6 @@ def _canonical(name: str) -> str:
     return canonical_name(name, prefix) if name.startswith(prefix) else name.removeprefix(PREFIXES[prefix])
 
 
-def _containers(name: str) -> list[str]:
-    """A module's name and those of what it lies in, innermost first: tables may name "...mixer.experts"."""
-    parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
-
-
 def _is_glob(name: str) -> bool:
     return any(letter in name for letter in "*?[")
 
@@ -202,7 +202,7 @@ def _is_linear(module: Module) -> bool:
 
 def _note_absent(source: QuantMetadata, modules: Mapping[str, Module]) -> list[str]:
     """Table entries that belong to nothing stored: a table of another model, or a module that got lost."""
-    known = {container for name in modules for container in _containers(name)}
+    known = {container for name in modules for container in containers(name)}
     absent = [name for name in source.table if name not in known and not _is_glob(name)]
     if not absent:
         return []

@@ -72,7 +72,7 @@ def load_header(path: str | Path) -> Header:
     if len(start) < 8:
         raise CheckpointError(f"{path} has {file_bytes} bytes; a safetensors file has at least 8 and a header")
     (header_bytes,) = struct.unpack("<Q", start[:8])
-    if header_bytes > file_bytes - 8 or header_bytes > HEADER_LIMIT_BYTES or not start[8:9] == b"{":
+    if header_bytes > file_bytes - 8 or header_bytes > HEADER_LIMIT_BYTES or start[8:9] != b"{":
         raise CheckpointError(f"{path} {_say_what_it_is(start, header_bytes, file_bytes)}")
     raw = read_range(path, 8, header_bytes).tobytes()
     parsed = parse_json_object(raw, f"{path}: the safetensors header")

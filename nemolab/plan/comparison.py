@@ -21,12 +21,13 @@ COUNTED_CONFIGS = ("nemotron-3-super.json", "nemotron-3-nano.json")
 
 @dataclass(frozen=True)
 class Published:
-    """A model as its source describes it; `expert_bytes` is recomputed from parameters and format."""
+    """A model as its source describes it; fields as in data/README.md. `read_published` recomputes `expert_bytes`."""
 
     name: str
     moe_layers: int
     experts: int
     top_k: int
+    expert: str
     expert_params: int
     format: str
     expert_bytes: int
@@ -34,7 +35,6 @@ class Published:
     routed_as_published: str
     source: str
     confidence: str
-    expert: str = ""
 
     @property
     def bytes_per_token(self) -> int:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from nemolab.checkpoint.config import NESTED_KEYS, ModelConfig
 from nemolab.checkpoint.formats import matrix_bytes
-from nemolab.checkpoint.structure import EMBEDDINGS
+from nemolab.checkpoint.structure import EMBEDDINGS, LEFT_OUT_PARTS
 from nemolab.errors import CheckpointError, UsageError
 from nemolab.paths import shown
 from nemolab.plan.geometry import kind_of, kv_bytes_per_token, mamba_state_bytes, module_shapes
-from nemolab.plan.precision import DEFAULT_EXPERTS_AS, module_bytes, read_precision
+from nemolab.plan.precision import EXPERTS_AS, module_bytes, read_precision
 from nemolab.units import PAGE_BYTES, show_bytes
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from nemolab.checkpoint import Checkpoint
 
 ROUTED = "routed"
-NOT_DENSE = (ROUTED, "mtp", "vision")
+NOT_DENSE = (ROUTED, *LEFT_OUT_PARTS)
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,8 @@ class Plan:
 def plan(path: str | Path, experts_as: str | None = None) -> Plan:
     """Count a checkpoint folder or a bare config.json of the Nemotron-H family.
 
-    experts_as  format of the routed experts of a bare config: nvfp4 (default), mxfp4, fp8, bf16. The tensors of a
-                folder decide for themselves, and the result says that the option was not used.
+    experts_as  format of the routed experts of a bare config, one of EXPERTS_AS; default: what the config states, else
+                nvfp4. The tensors of a folder decide for themselves, and the result says that the option was not used.
 
     Raises CheckpointError for a path that is neither, a config of another family, experts that are not of one form.
     """
@@ -196,8 +196,8 @@ def plan_config(
     assumptions = [precision.origin, *config.notes]
     if unused := precision.unused:
         assumptions.append(f"{len(unused)} of its entries name no module of this model, such as {unused[0]}")
-    if experts_as and experts_as not in ("nvfp4", "mxfp4", "fp8", "bf16"):
-        raise UsageError(f"experts_as is {experts_as!r}; nvfp4, mxfp4, fp8 or bf16 was expected")
+    if experts_as and experts_as not in EXPERTS_AS:
+        raise UsageError(f"experts_as is {experts_as!r}; one of {', '.join(EXPERTS_AS)} was expected")
     split: Counter[tuple[str, str, str]] = Counter()
     forms: dict[str, tuple] = {}
     scalars = 0
@@ -206,7 +206,7 @@ def plan_config(
         if module.part == ROUTED:
             said = precision.said.get(module.name)
             stated.add(said)
-            format = experts_as or said or DEFAULT_EXPERTS_AS
+            format = experts_as or said or EXPERTS_AS[0]
             layer = module.name.partition(".experts.")[0]
             one = (format, module.shape, module_bytes(module, format) // module.copies)
             forms[layer] = (*forms.get(layer, ()), one)
@@ -247,7 +247,7 @@ def _experts_sentence(experts_as: str | None, stated: set[str]) -> str:
     if experts_as is None:
         if said:
             return f"routed experts are counted as {said}, which the config states"
-        return f"routed experts are counted as {DEFAULT_EXPERTS_AS}, the default; experts_as changes it"
+        return f"routed experts are counted as {EXPERTS_AS[0]}, the default; experts_as changes it"
     against = f", not as the {said} the config states" if stated and stated != {experts_as} else ""
     return f"routed experts are counted as {experts_as}, as asked{against}"
 

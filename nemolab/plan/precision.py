@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from nemolab.checkpoint.config import ModelConfig
-from nemolab.checkpoint.formats import EXPERT_FORMATS, matrix_bytes
-from nemolab.checkpoint.quant_metadata import PLAIN, QuantMetadata, read_metadata
+from nemolab.checkpoint.formats import FORMATS, matrix_bytes
+from nemolab.checkpoint.modules import PLAIN_FORMATS
+from nemolab.checkpoint.quant_metadata import PLAIN, QuantMetadata, containers, read_metadata
 from nemolab.errors import CheckpointError
 from nemolab.plan.geometry import ModuleShape
 
-DEFAULT_EXPERTS_AS = "nvfp4"
+EXPERTS_AS = ("nvfp4", "mxfp4", "fp8", "bf16")  # what a bare config may be asked to be counted as, the default first
 F32_BYTES = 4
-_PLAIN_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
 # Formats whose modules store a factor for the weight and, where inputs were calibrated, one for the input.
 _WITH_SCALARS = ("nvfp4", "fp8")
 
@@ -60,9 +60,12 @@ def module_bytes(module: ModuleShape, format: str) -> int:
     """Bytes of a module's values and block scales in a format, all copies; biases in BF16; without scalars."""
     bias_bytes = 2 * module.shape[0] if module.biased else 0
     if len(module.shape) != 2:
-        if format not in _PLAIN_BYTES:
-            raise CheckpointError(f"{module.name} is no matrix and cannot be counted as {format!r}")
-        return module.params * _PLAIN_BYTES[format] + bias_bytes
+        if format not in PLAIN_FORMATS.values():
+            raise CheckpointError(
+                f"{module.name} {list(module.shape)} is no matrix and cannot be counted as {format};"
+                f" one of {', '.join(PLAIN_FORMATS.values())} was expected"
+            )
+        return matrix_bytes(1, module.params, format) + bias_bytes
     try:
         return module.copies * (matrix_bytes(*module.shape, format) + bias_bytes)
     except CheckpointError as error:
@@ -122,8 +125,8 @@ def _read_facts(formats: object, entry: str) -> Iterable[tuple[tuple[str, int | 
         if not isinstance(stated, str | dict):
             raise CheckpointError(f"{entry}.{kind}: a format, or an object of format: [layers] was expected")
         for format, layers in [(stated, [None])] if isinstance(stated, str) else stated.items():
-            if format not in EXPERT_FORMATS:
-                known = ", ".join(EXPERT_FORMATS)
+            if format not in FORMATS:
+                known = ", ".join(FORMATS)
                 raise CheckpointError(f"{entry}.{kind} is {format[:40]!r}; one of {known} was expected")
             if not isinstance(layers, list) or not all(layer is None or type(layer) is int for layer in layers):
                 raise CheckpointError(f"{entry}.{kind}.{format}: a list of layer numbers was expected")
@@ -134,8 +137,8 @@ def _from_list(source: QuantMetadata, modules: list[ModuleShape], where: str) ->
     _check_experts_alike(source)
     matrices = [module for module in modules if len(module.shape) == 2]
     said = {name: format for name, format in source.say(matrices).items() if format != PLAIN}
-    containers = {name for module in modules for name in _containers(module.name)}
-    unused = [name for name in source.table if _one_expert(name) not in containers]
+    known = {name for module in modules for name in containers(module.name)}
+    unused = [name for name in source.table if _one_expert(name) not in known]
     return Precision(
         origin=f"formats are those that {source.where} lists ({where}); only the tensors could confirm them",
         said=said,
@@ -156,8 +159,3 @@ def _check_experts_alike(source: QuantMetadata) -> None:
 
 def _one_expert(name: str) -> str:
     return re.sub(r"\.experts\.\d+", ".experts.0", name)
-
-
-def _containers(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
