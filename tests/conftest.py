@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SHARED = ROOT.parent / "shared"
 
 
 def pytest_configure(config):
@@ -77,11 +76,3 @@ def texts_path() -> Path:
 def root_path() -> Path:
     """The clone."""
     return ROOT
-
-
-@pytest.fixture(scope="session")
-def shared_path() -> Path:
-    """Reference material beside the clone; nothing in the project needs it."""
-    if not SHARED.is_dir():
-        pytest.skip(f"no reference material at {SHARED}")
-    return SHARED

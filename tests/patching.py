@@ -1,12 +1,25 @@
-"""Ways to spoil a checkpoint on purpose: change tensors, headers, indices and configs of a copy."""
+"""Ways to spoil a checkpoint on purpose (tensors, headers, indices and configs of a copy), and how it is refused."""
 
 import json
 import struct
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file, save_file
 
+from nemolab.checkpoint import Checkpoint
+from nemolab.errors import CheckpointError
+
 INDEX = "model.safetensors.index.json"
+
+
+def refusal(folder):
+    """The one line with which a spoiled folder is refused."""
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint.open(folder)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
 
 
 def edit_json(path, edit):

@@ -93,7 +93,6 @@ def write_checkpoint(
     mlp="bf16",
     overrides=None,
     prefix="backbone.",
-    nested=None,
     layer_spelling="pattern",
     metadata="both",
     uniform=False,
@@ -105,7 +104,6 @@ def write_checkpoint(
     tie=False,
     shards=3,
     single_file=False,
-    index=True,
     config_extra=None,
     seed=0,
 ) -> Path:
@@ -114,7 +112,7 @@ def write_checkpoint(
     sizes        hidden, latent (None: experts read the hidden state), inter, experts, top_k, shared_inter, ...
     formats      routed, shared, mamba, attention, latent_format, gate, head, embeddings, mlp: "nvfp4", "fp8", "bf16",
                  "f32"; overrides: canonical module name -> format, for models that mix formats by layer
-    prefix       how the backbone is spelled; nested (default: with a language_model prefix): config in llm_config
+    prefix       how the backbone is spelled; with a language_model prefix the config lies in llm_config
     metadata     "both", "config", "hf_quant" or "none"; uniform writes the older NVFP4-with-excludes form
     mtp          True: un-quantised MTP tensors; "nvfp4": with NVFP4 experts.   vision: None, "timm" or "hf" names
     shards       number of files; every boundary cuts through an expert. single_file: one model.safetensors, no index
@@ -148,7 +146,7 @@ def write_checkpoint(
         _write_vision(writer, hidden, vision)
     renamed = {_stored_name(name, prefix): tensor for name, tensor in writer.tensors.items()}
     formats = {_stored_name(name, prefix): format for name, format in writer.formats.items()}
-    _write_files(folder, renamed, 1 if single_file else shards, with_index=index and not single_file)
+    _write_files(folder, renamed, 1 if single_file else shards, with_index=not single_file)
     _write_metadata(folder, config, formats, metadata, uniform)
     write_small_files(folder, vocab)
     return folder
@@ -170,12 +168,8 @@ class _Writer:
     """Collects named tensors; draws, encodes and remembers the format of every linear module."""
 
     def __init__(self, seed, scalar_shape, input_scale, overrides):
-        self.seed, self.scalar_shape, self.input_scale, self.overrides = (
-            seed,
-            tuple(scalar_shape),
-            input_scale,
-            overrides,
-        )
+        self.seed, self.scalar_shape = seed, tuple(scalar_shape)
+        self.input_scale, self.overrides = input_scale, overrides
         self.tensors: dict[str, torch.Tensor] = {}
         self.formats: dict[str, str] = {}
 
@@ -330,8 +324,7 @@ def _config(given):
     if given["mtp"]:
         config |= {"mtp_hybrid_override_pattern": "*E", "num_nextn_predict_layers": 1}
     config |= given["config_extra"] or {}
-    nested = given["prefix"].startswith("language_model.") if given["nested"] is None else given["nested"]
-    if nested:
+    if given["prefix"].startswith("language_model."):
         return {"architectures": ["NemotronH_Omni_Reasoning_V3"], "model_type": "nemotron_h_omni", "llm_config": config}
     return config
 

@@ -4,12 +4,11 @@ import tracemalloc
 
 import pytest
 import torch
-from patching import add_tensor, drop_tensor, edit_json, edit_tensors, replace_tensor
+from patching import add_tensor, drop_tensor, edit_json, edit_tensors, refusal, replace_tensor
 from synthetic import copy_checkpoint, write_checkpoint
 
 from nemolab.checkpoint import Checkpoint
 from nemolab.checkpoint.structure import PARTS
-from nemolab.errors import CheckpointError
 
 EXPERT = "backbone.layers.1.mixer.experts.5.down_proj"
 IN_PROJ = "backbone.layers.0.mixer.in_proj"
@@ -18,14 +17,6 @@ IN_PROJ = "backbone.layers.0.mixer.in_proj"
 @pytest.fixture
 def folder(tmp_path):
     return copy_checkpoint(tmp_path / "model")
-
-
-def refusal(folder):
-    with pytest.raises(CheckpointError) as caught:
-        Checkpoint.open(folder)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 def test_one_kind_of_module_may_have_three_formats(tmp_path):

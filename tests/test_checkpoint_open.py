@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from patching import drop_tensor, edit_json, edit_tensors, replace_tensor
+from patching import drop_tensor, edit_json, edit_tensors, refusal, replace_tensor
 from safetensors.torch import load_file
 from synthetic import copy_checkpoint, write_checkpoint
 
@@ -46,9 +46,7 @@ def test_a_vision_prefix_in_the_model_namespace_is_understood(folder):
 
 def test_an_unknown_prefix_shows_the_first_names_found(folder):
     edit_tensors(folder, lambda name, tensor: {f"decoder.{name}": tensor})
-    with pytest.raises(CheckpointError) as caught:
-        Checkpoint.open(folder)
-    message = str(caught.value)
+    message = refusal(folder)
     assert "the first names are decoder.backbone.embeddings.weight, decoder.backbone.layers.0.mixer.A_log" in message
     assert "expected names like backbone.layers.0.norm.weight" in message
 
@@ -199,13 +197,13 @@ def test_small_files_are_those_present(folder):
 def test_the_four_heads(tmp_path):
     """Stored or not, tied or not: absent and untied is refused, a stored head that differs from the tie is said."""
     untied = Checkpoint.open(write_checkpoint(tmp_path / "untied"))
-    assert untied.head_module == "lm_head"
+    assert "lm_head" in untied.modules
     tied = Checkpoint.open(write_checkpoint(tmp_path / "tied", tie=True))
-    assert tied.head_module == "backbone.embeddings"
+    assert "lm_head" not in tied.modules
     both = write_checkpoint(tmp_path / "both")
     edit_json(both / "config.json", lambda config: config.update(tie_word_embeddings=True))
     checkpoint = Checkpoint.open(both)
-    assert checkpoint.head_module == "lm_head"
+    assert "lm_head" in checkpoint.modules
     assert any(
         "tie_word_embeddings is true, but lm_head.weight is stored with other values" in n for n in checkpoint.notes
     )

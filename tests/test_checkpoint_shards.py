@@ -6,12 +6,11 @@ import shutil
 
 import pytest
 import torch
-from patching import INDEX, drop_tensor, edit_json
+from patching import INDEX, drop_tensor, edit_json, refusal
 from safetensors.torch import load_file, save_file
 from synthetic import copy_checkpoint, write_checkpoint
 
 from nemolab.checkpoint import Checkpoint
-from nemolab.errors import CheckpointError
 
 SECOND = "model-00002-of-00003.safetensors"
 
@@ -19,14 +18,6 @@ SECOND = "model-00002-of-00003.safetensors"
 @pytest.fixture
 def folder(tmp_path):
     return copy_checkpoint(tmp_path / "model")
-
-
-def refusal(folder):
-    with pytest.raises(CheckpointError) as caught:
-        Checkpoint.open(folder)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 def test_every_boundary_between_shards_cuts_through_an_expert(folder):
