@@ -86,11 +86,16 @@ class ExpertCache:
             raise StoreError("a lookup while a prompt batch is in use could evict it; finish the stream first")
         if len(keys) > self.slots and len(set(keys)) > self.slots:
             raise StoreError(f"a batch of {len(set(keys))} experts does not fit a cache of {self.slots} blocks")
-        hits, misses, victims = self._lru.batch(keys, self.block_bytes)
-        if misses:
-            self._fill(misses, victims)
-        self._count(phase, len(hits), len(misses))
         row_of = self._row_of
+        absent = [key for key in keys if key not in row_of]
+        try:
+            hits, misses, victims = self._lru.batch(keys, self.block_bytes)
+            if misses:
+                self._fill(misses, victims)
+        except BaseException:
+            self._forget(absent)
+            raise
+        self._count(phase, len(hits), len(misses))
         return [row_of[key] for key in keys]
 
     def stream(
@@ -113,9 +118,9 @@ class ExpertCache:
             raise StoreError("one prompt stream at a time; finish or close the other first")
         keys = list(dict.fromkeys(self._keys(layer, experts)))
         batches = [keys[start : start + self.ring] for start in range(0, len(keys), self.ring)]
-        self._streaming = True
         here = coming = None
         try:
+            self._streaming = True
             for number, batch in enumerate([*batches, None]):
                 here = coming
                 # Read ahead into the bank that the batch before last has left.
@@ -167,14 +172,18 @@ class ExpertCache:
         self._free_rows.extend(self._row_of.pop(victim) for victim in victims)
         for key in misses:
             self._row_of[key] = self._free_rows.pop()
-        try:
-            self.reader.read_many([(key, self._views[self._row_of[key]]) for key in misses])
-        except BaseException:
-            # None of them may count as cached: which ones arrived is not known.
-            for key in misses:
-                self._lru.discard(key)
-                self._free_rows.append(self._row_of.pop(key))
-            raise
+        self.reader.read_many([(key, self._views[self._row_of[key]]) for key in misses])
+
+    def _forget(self, unread: list[int]) -> None:
+        """After a failed read, or an interrupt between any two steps: only what was whole before counts as cached."""
+        for key in unread:
+            self._row_of.pop(key, None)
+        kept = [key for key in self._lru if key in self._row_of]
+        for key in self._row_of.keys() - set(kept):
+            del self._row_of[key]
+        self._lru = LRU(self._lru.capacity_bytes)
+        self._lru.batch(kept, self.block_bytes)
+        self._free_rows = sorted(set(range(self.slots)) - set(self._row_of.values()), reverse=True)
 
     def _start_ring(self, keys: list[int], bank: int) -> "_RingBatch":
         """Begin to read what the cache lacks into one of the two banks."""

@@ -68,10 +68,6 @@ class LRU:
                 misses.append(key)
         return Batch(hits, misses, self._evict() if misses else [])
 
-    def discard(self, key: Hashable) -> None:
-        """Forget a key whose bytes never arrived."""
-        self.used_bytes -= self._sizes.pop(key, 0)
-
     def _evict(self) -> list:
         victims = []
         while self.used_bytes > self.capacity_bytes:
