@@ -298,20 +298,20 @@ def test_started_reads_arrive_by_wait(path, data):
 def test_cancelled_reads_touch_no_buffer_afterwards(path, monkeypatch):
     real, gate = os.preadv, threading.Event()
 
-    def slow(descriptor, buffers, offset):
-        gate.wait(5)
+    def wait_at_the_gate(descriptor, buffers, offset):
+        assert gate.wait(60)
         return real(descriptor, buffers, offset)
 
     with BlockReader(path, BLOCK, BLOCKS, direct=False, threads=2) as reader:
-        monkeypatch.setattr(os, "preadv", slow)
+        monkeypatch.setattr(os, "preadv", wait_at_the_gate)
         buffers = [aligned_buffer(BLOCK) for _ in range(BLOCKS)]
         pending = reader.start(enumerate(buffers))
-        threading.Timer(0.05, gate.set).start()
+        settle = pending.settle
+        # The gate opens when cancel has begun to wait for the reads under way: one for each thread at most.
+        monkeypatch.setattr(pending, "settle", lambda: (gate.set(), settle()))
         pending.cancel()
-        monkeypatch.setattr(os, "preadv", real)
-        before = np.stack(buffers).copy()
         assert all(future.done() for future in pending.futures)
-        assert not before[4:].any(), "reads that had not begun were not made"
+        assert not np.stack(buffers)[2:].any(), "reads that had not begun were not made"
 
 
 def test_a_closed_reader_leaves_no_descriptor_and_no_thread(path):
