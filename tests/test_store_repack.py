@@ -5,6 +5,7 @@ import fcntl
 import os
 import shutil
 import tracemalloc
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -136,6 +137,12 @@ def test_small_files_are_copied_and_missing_ones_named(copied, tmp_path):
     assert store.small_file("chat_template.jinja") is None and store.small_file("manifest.json") is None
     assert store.manifest.missing_small_files == ["chat_template.jinja"]
     assert "chat_template.jinja" in said[0]
+
+
+def test_checksums_are_zlibs_crc32_of_the_padded_blocks(store_path):
+    """Whichever library computed them, so that a store made with one is verified with the other."""
+    blocks = np.fromfile(store_path / files.EXPERTS, np.uint8).reshape(16, -1)
+    assert np.load(store_path / files.CHECKSUMS).tolist() == [zlib.crc32(block) for block in blocks]
 
 
 def test_two_repacks_are_identical_to_the_last_byte(source, tmp_path, store_path):
