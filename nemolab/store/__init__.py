@@ -1,4 +1,20 @@
-"""Stores: one block an expert on disk, read directly, cached in RAM. Importing this does not import torch."""
+"""Stores: one block an expert on disk, read directly, cached in RAM. Importing this does not import torch.
+
+What a store is:
+    layout, nibbles               where the bytes of an expert lie in its block
+    files, manifest               names, finished files, checksums; what a store says about itself
+Making one:
+    contents                      what of a checkpoint goes where
+    target                        the folder: who may write in it, how it is left
+    writer, tensor_file           blocks past the page cache; safetensors files as a stream
+    repack                        all of it together
+    cachefolder                   a store made on the way, where a command was given none
+Using one:
+    store                         opened: sizes, dense tensors, readers
+    reader, direct_io             one aligned pread a block; the proof that it is direct
+    arena, lru, cache             memory for blocks, which of them stay, both together
+    verify                        is it what it should be?
+"""
 
 from nemolab.store.cache import ExpertCache
 from nemolab.store.cachefolder import ensure_store

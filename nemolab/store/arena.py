@@ -28,7 +28,7 @@ class Arena:
             raise StoreError(
                 f"cannot reserve {self.reserved_bytes:,} bytes of memory for {rows} blocks ({problem}); ask for less"
             ) from None
-        # Few blocks are smaller than a huge page, and direct reads into huge pages pin fewer of them.
+        # The blocks of large models exceed a huge page (2 MiB), and direct reads into huge pages pin fewer of them.
         if hasattr(mmap, "MADV_HUGEPAGE"):
             try:
                 self._memory.madvise(mmap.MADV_HUGEPAGE)

@@ -22,7 +22,6 @@ def ensure_store(
     checkpoint_path: str | Path,
     layout: str = "neuron",
     announce: Callable[[str], None] = to_stderr,
-    progress: Progress | None = None,
 ) -> Path:
     """A finished store of a checkpoint in the cache folder, made if it is not there; says so when it makes one.
 
@@ -48,7 +47,7 @@ def ensure_store(
             if (folder / files.MANIFEST).exists():  # beside files of other sizes: the folder is ours, make it again
                 shutil.rmtree(folder)
             announce(f"no store was named: making one of {paths.shown(checkpoint.path)} in {paths.shown(folder)}")
-            repack(checkpoint.path, folder, layout=layout, announce=announce, progress=progress or _bar())
+            repack(checkpoint.path, folder, layout=layout, announce=announce, progress=_bar())
     finally:
         os.close(lock)  # the lock file stays: removing it would let two makers hold two different locks
     return folder

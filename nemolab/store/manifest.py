@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import typing
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -100,7 +101,7 @@ class Manifest:
             raise StoreError(f"{where}: version {raw.get('version')!r}; this nemolab reads {VERSION}: repack it again")
         values = {}
         for known in dataclasses.fields(cls):
-            kind = {"str": str, "int": int, "bool": bool, "dict": dict, "list": list}[_type_name(known.type)]
+            kind = typing.get_origin(known.type) or known.type  # dict for dict[str, int]
             value = raw.get(known.name)
             # bool is an int in Python, and a layer count of `true` is none
             if not isinstance(value, kind) or (kind is int and (isinstance(value, bool) or value <= 0)):
@@ -140,11 +141,6 @@ class Manifest:
                 raise StoreError(f"{path} is missing; the manifest lists it with {record['bytes']} bytes") from None
             if found != record["bytes"]:
                 raise StoreError(f"{path} has {found} bytes, the manifest says {record['bytes']}: repack it again")
-
-
-def _type_name(annotation: Any) -> str:
-    name = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
-    return name.partition("[")[0]
 
 
 def _guess_why(folder: Path) -> str:

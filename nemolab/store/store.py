@@ -26,11 +26,14 @@ if TYPE_CHECKING:
 class Store:
     """A folder made by `repack`. Opening reads no weights and holds no descriptor.
 
-    .config        ModelConfig of the model
-    .layout        "neuron" or "source"
-    .globals       float32 [n_layers, n_experts, 2]: `weight_scale_2` of up and down
-    .expert_shape  (I, X)
-    .dense         canonical module name -> Module, for everything but the routed experts
+    .config         ModelConfig of the model
+    .layout         "neuron" or "source"; .block_layout has the sizes that follow from it
+    .n_layers       MoE layers; .n_experts experts in each
+    .block_bytes    an expert's block, padded to whole pages; .payload_bytes without the padding
+    .expert_shape   (I, X): neurons, width
+    .globals        float32 [n_layers, n_experts, 2]: `weight_scale_2` of up and down
+    .dense_tensors  canonical tensor name -> where it lies in dense.safetensors
+    .dense          canonical module name -> Module, for everything but the routed experts
     """
 
     def __init__(self, path: Path, manifest: Manifest):
@@ -78,7 +81,6 @@ class Store:
 
     @cached_property
     def dense_tensors(self) -> Mapping[str, TensorEntry]:
-        """Canonical tensor name -> where it lies in dense.safetensors."""
         return _header(self.path / files.DENSE)
 
     @cached_property

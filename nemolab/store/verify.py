@@ -45,8 +45,8 @@ def verify(
 ) -> VerifyResult:
     """Check a store.
 
-    source  the checkpoint it was made from: 200 experts spread over the store, or `all`, are un-permuted and compared
-            byte for byte, with every dense tensor, the global scales and the small files. Without it every block and
+    source  the checkpoint it was made from: 200 experts spread over the store, or `all`, are compared byte for byte
+            (padding and global scales too), and so are every dense tensor and small file. Without it every block and
             file is re-read and compared with its checksum, `all` or not: that needs no choice, it runs at disk speed.
     Raises StoreError for what is no store, or one of another model; CheckpointError for a bad source.
     """
