@@ -1,12 +1,6 @@
 """The claims ledger, `data/claims.csv`: what the articles say, what we got, and where anyone can see it.
 
-| column  | meaning                                                                                    |
-|---------|--------------------------------------------------------------------------------------------|
-| claim   | A1..A20 (Nemotron-3.5-Super), B1..B10 (Qwen3.8-Flash-Next); one row for each part judged apart |
-| theirs  | the claim, in our words                                                                    |
-| ours    | what we counted or measured; may be empty while the verdict is open                         |
-| verdict | one of `VERDICTS`                                                                          |
-| where   | what shows it: tests, notebooks, commands, functions, joined by "; ". For an open claim: "needs ..." |
+data/README.md says what its columns hold.
 """
 
 import ast
@@ -31,7 +25,7 @@ CLAIM_IDS = tuple(f"A{n}" for n in range(1, 21)) + tuple(f"B{n}" for n in range(
 
 @dataclass(frozen=True)
 class Claim:
-    """One row of the ledger; fields as in the table above."""
+    """One row of the ledger: its columns as text."""
 
     claim: str
     theirs: str
@@ -117,9 +111,9 @@ def _functions(file: Path) -> set[str]:
 
 
 def claims_table(claims: list[Claim]) -> str:
-    """The ledger as a Markdown table, with a line of counts above it."""
+    """The ledger as a Markdown table; above it how many there are of each verdict, and what the verdict means."""
     counts = Counter(claim.verdict for claim in claims)
-    lines = [", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS) + ".", ""]
+    lines = [f"- {counts[verdict]} **{verdict}**: {meaning}" for verdict, meaning in VERDICTS.items()] + [""]
     lines += ["| claim | theirs | ours | verdict | where |", "|---|---|---|---|---|"]
     for claim in claims:
         cells = [cell.replace("|", r"\|") for cell in astuple(claim)]
