@@ -314,6 +314,29 @@ def test_cancelled_reads_touch_no_buffer_afterwards(path, monkeypatch):
         assert not np.stack(buffers)[2:].any(), "reads that had not begun were not made"
 
 
+def test_an_interrupt_while_reads_are_started_leaves_none_under_way(path, monkeypatch):
+    real, futures = os.preadv, []
+
+    def slow(descriptor, buffers, offset):
+        threading.Event().wait(0.05)  # so that they are under way when the interrupt comes
+        return real(descriptor, buffers, offset)
+
+    with BlockReader(path, BLOCK, BLOCKS, direct=False, threads=4) as reader:
+        submit = reader._pool.submit
+
+        def interrupt_the_third(task):
+            if len(futures) == 2:
+                raise KeyboardInterrupt
+            futures.append(submit(task))
+            return futures[-1]
+
+        monkeypatch.setattr(os, "preadv", slow)
+        monkeypatch.setattr(reader._pool, "submit", interrupt_the_third)
+        with pytest.raises(KeyboardInterrupt):
+            read_all(reader)
+        assert len(futures) == 2 and all(future.done() for future in futures)
+
+
 def test_a_closed_reader_leaves_no_descriptor_and_no_thread(path):
     def open_files():
         return len(os.listdir("/proc/self/fd"))

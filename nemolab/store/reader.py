@@ -107,8 +107,13 @@ class BlockReader:
         if self._descriptor is None:
             raise StoreError(f"{self.path}: the reader is closed")
         pending = Pending(self, jobs)
-        # The threads share one iterator: a task per thread, not per read, keeps Python out of the way.
-        pending.futures = [self._pool.submit(pending.drain) for _ in range(min(helpers, self.threads))]
+        try:
+            # The threads share one iterator: a task per thread, not per read, keeps Python out of the way.
+            for _ in range(min(helpers, self.threads)):
+                pending.futures.append(self._pool.submit(pending.drain))
+        except BaseException:  # an interrupt: the caller would not know of the reads under way
+            pending.cancel()
+            raise
         return pending
 
     def close(self) -> None:
