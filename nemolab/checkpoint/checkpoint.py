@@ -53,6 +53,7 @@ class Checkpoint:
     notes    readable lines: what was left aside, what metadata and tensors disagree about
     tensors  canonical name -> TensorEntry
     modules  canonical name -> Module
+    Reading a name that is not there, or a file that cannot be read to the end of the tensor, raises CheckpointError.
     """
 
     def __init__(

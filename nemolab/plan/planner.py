@@ -39,8 +39,12 @@ class Share:
 class Plan:
     """What a model weighs and what one token reads of it.
 
+    layers                 kind of layer -> how many
+    experts, top_k         routed experts in each MoE layer, and how many of them a token uses
+    expert_params          weights of one routed expert
+    experts_as             the format its matrices are counted in ("nvfp4"; "nvfp4+fp8" where they differ)
     expert_bytes           one routed expert: packed values and block scales, unpadded, without scalars
-    pages_per_expert       expert_bytes / 4096, fractional where experts are no whole pages
+    pages_per_expert       expert_bytes / PAGE_BYTES, fractional where experts are no whole pages
     bytes_per_token        moe_layers x top_k x expert_bytes: read per token where nothing is cached
     routed_bytes           moe_layers x experts x expert_bytes
     routed_scalar_bytes    the F32 scalars of all routed experts: in no part, as a store keeps them in a side table

@@ -21,6 +21,7 @@ class ExpertCache:
     ring                  experts in a prompt batch; two such banks are kept beside the budget, once a prompt is seen
     .arena                uint8 [rows, block_bytes]; `lookup_rows` and `stream_rows` answer with its row numbers
     For one thread at a time. Close it, or use it in a `with` block.
+    Raises StoreError for sizes that cannot work, ids out of range, a batch larger than the cache, a failed read.
     """
 
     def __init__(
