@@ -201,6 +201,20 @@ def store_pairs(typing, address, even, odd):
 
 
 @intrinsic
+def prefetch(typing, address):
+    """Ask for the cache line of an address that will be read soon."""
+
+    def build(context, builder, signature, args):
+        pointer = builder.inttoptr(args[0], ir.PointerType(_I8))
+        kind = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(function, [pointer, *(ir.Constant(_I32, value) for value in (0, 3, 1))])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), build
+
+
+@intrinsic
 def count_trailing_zeros(typing, bits):
     """Place of the lowest set bit."""
     return types.uint32(types.uint32), lambda context, builder, signature, args: builder.cttz(

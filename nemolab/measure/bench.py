@@ -91,7 +91,8 @@ def bench_expert(
     shape    "super", "nano" or "tiny"
     active   share of neurons that ReLU^2 leaves: 1.0 is the worst case (every byte is read), 0.075 the large model's
     returns  engine_ms and torch_ms (medians for all experts), ratio (torch / engine), floor_ms (bytes over the read
-             bandwidth of this run), of_floor (engine / floor), ns_per_weight (a thread's), rows
+             bandwidth of this run), of_floor (engine / floor), cached_ms (the same work on one block over and over,
+             out of a cache: what the arithmetic alone takes), ns_per_weight (a thread's), rows
     """
     import numpy as np
     import torch
@@ -141,6 +142,10 @@ def bench_expert(
         wanted = run_torch()
         error = float((torch.from_numpy(out) - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30))
         timed = versus(_with_threads(threads, run_torch), run_engine, rounds=repeats)
+        addresses[:] = addresses[0]
+        cached = versus(run_engine, run_engine, rounds=max(repeats, 3)).first
+        addresses[:] = array_address(blocks) + np.arange(experts) * form.block_bytes
+        run_engine()
         read_gb_s = measure_read_gb_s(team)
     bits = int(np.unpackbits(step.active.view(np.uint8)).sum())
     groups = int(np.count_nonzero(step.active))
@@ -168,10 +173,12 @@ def bench_expert(
         "read_gb_s": statistics.median(read_gb_s),
         "floor_ms": floor_ms,
         "of_floor": statistics.median(ours) / floor_ms,
+        "cached_ms": 1e3 * statistics.median(cached),
         "ns_per_weight": 1e6 * statistics.median(ours) * threads / weights_used,
         "relative_error": error,
         "rows": [
             {"name": "expert.engine", "values": ours, "unit": "ms", "settings": settings},
+            {"name": "expert.cached", "values": [1e3 * s for s in cached], "unit": "ms", "settings": settings},
             {"name": "expert.torch_f32", "values": theirs, "unit": "ms", "settings": settings},
             {"name": "expert.ratio", "values": timed.ratios, "unit": "ratio", "settings": settings},
             {"name": "expert.read_bandwidth", "values": read_gb_s, "unit": "GB/s", "settings": {"threads": threads}},

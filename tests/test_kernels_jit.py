@@ -1,0 +1,94 @@
+"""Compiled code is kept on disk, never outlives an edit, and no cache folder is ever a condition for running."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import nemolab.kernels.jit as module
+
+KERNELS = Path(module.__file__).parent
+
+PROGRAM = """
+import sys
+import numpy as np
+sys.path[:0] = [sys.argv[1]]
+import mine.one as one
+print(one.answer(np.float32(1)), len(one.answer.stats.cache_hits))
+"""
+
+
+@pytest.fixture
+def package(tmp_path):
+    """A package of two kernels of its own beside a copy of jit.py: `answer` calls `helper` from another file."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    shutil.copy(KERNELS / "jit.py", folder / "jit.py")
+    (folder / "__init__.py").write_text("")
+    (folder / "two.py").write_text("from mine.jit import jit\n\n@jit\ndef helper(x):\n    return x + 1\n")
+    (folder / "one.py").write_text(
+        "from mine.jit import jit\nfrom mine.two import helper\n\n@jit\ndef answer(x):\n    return helper(x) * 2\n"
+    )
+    return folder
+
+
+def run(package, **environment):
+    command = [sys.executable, "-W", "error", "-c", PROGRAM, str(package.parent)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+    assert done.returncode == 0, done.stderr
+    value, hits = done.stdout.split()
+    return float(value), int(hits) > 0
+
+
+def test_the_second_process_loads_what_the_first_compiled(package, tmp_path):
+    cache = {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    assert run(package, **cache) == (4.0, False)
+    assert run(package, **cache) == (4.0, True)
+
+
+def test_an_edit_in_another_kernel_s_file_is_not_missed(package, tmp_path):
+    cache = {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    run(package, **cache)
+    text = (package / "two.py").read_text()
+    (package / "two.py").write_text(text.replace("x + 1", "x + 5"))
+    assert run(package, **cache) == (12.0, False)
+
+
+def test_without_any_folder_to_write_kernels_are_compiled_in_each_process(package, tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    nowhere = str(tmp_path / "file" / "below")
+    (package / "__pycache__").write_text("in the way")
+    env = {"NUMBA_CACHE_DIR": nowhere, "HOME": nowhere, "XDG_CACHE_HOME": nowhere, "PYTHONDONTWRITEBYTECODE": "1"}
+    assert run(package, **env) == (4.0, False)
+
+
+def test_a_folder_that_fills_up_is_no_reason_to_fail(monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    @module.jit
+    def twice(x):
+        return x * 2
+
+    monkeypatch.setattr(module.caching.FunctionCache, "_save_overload", full)
+    assert twice(3.0) == 6.0
+
+
+def test_every_kernel_goes_through_jit():
+    """numba's own decorators would miss the cache rule and the settings."""
+    for path in KERNELS.glob("*.py"):
+        text = path.read_text()
+        assert "njit" not in text or path.name == "jit.py", path.name
+        assert "fastmath" not in text and "prange" not in text, path.name
+
+
+def test_no_sum_is_left_to_the_order_of_arrival():
+    """index_add_, scatter_add_ and atomics add in whatever order they please."""
+    for folder in (KERNELS, KERNELS.parent / "nemolab" / "engine"):
+        for path in folder.glob("*.py"):
+            code = "\n".join(line.split("#")[0] for line in path.read_text().splitlines())
+            for name in ("index_add_(", "scatter_add_(", "index_put_(", "atomic"):
+                assert name not in code, (path.name, name)
