@@ -99,85 +99,36 @@ def matvec_torch(packed: Packed, x: torch.Tensor, y: torch.Tensor | None = None,
     return product + y if mode == ADD else product
 
 
-@jit
-def dot_bf16(address, x, columns):
-    a, b, c, d = simd.zeros(), simd.zeros(), simd.zeros(), simd.zeros()
-    k = 0
-    while k + 32 <= columns:
-        a = simd.fma(simd.load_bf16(address + 2 * k), simd.load_f32(x + 4 * k), a)
-        b = simd.fma(simd.load_bf16(address + 2 * k + 16), simd.load_f32(x + 4 * k + 32), b)
-        c = simd.fma(simd.load_bf16(address + 2 * k + 32), simd.load_f32(x + 4 * k + 64), c)
-        d = simd.fma(simd.load_bf16(address + 2 * k + 48), simd.load_f32(x + 4 * k + 96), d)
-        k += 32
-    while k + 8 <= columns:
-        a = simd.fma(simd.load_bf16(address + 2 * k), simd.load_f32(x + 4 * k), a)
-        k += 8
-    sum_ = simd.total(simd.add(simd.add(a, b), simd.add(c, d)))
-    while k < columns:
-        sum_ += simd.load_one_bf16(address + 2 * k) * simd.load_one_f32(x + 4 * k)
-        k += 1
-    return sum_
+def _make_dot(load, load_one, nbytes):
+    """dot(address, x, columns): `columns` stored values of `nbytes` bytes each, times the float32 at address x."""
+
+    @jit
+    def dot(address, x, columns):
+        a, b, c, d = simd.zeros(), simd.zeros(), simd.zeros(), simd.zeros()
+        k = 0
+        while k + 32 <= columns:
+            at, x_at = address + nbytes * k, x + 4 * k
+            a = simd.fma(load(at), simd.load_f32(x_at), a)
+            b = simd.fma(load(at + 8 * nbytes), simd.load_f32(x_at + 32), b)
+            c = simd.fma(load(at + 16 * nbytes), simd.load_f32(x_at + 64), c)
+            d = simd.fma(load(at + 24 * nbytes), simd.load_f32(x_at + 96), d)
+            k += 32
+        while k + 8 <= columns:
+            a = simd.fma(load(address + nbytes * k), simd.load_f32(x + 4 * k), a)
+            k += 8
+        sum_ = simd.total(simd.add(simd.add(a, b), simd.add(c, d)))
+        while k < columns:
+            sum_ += load_one(address + nbytes * k) * simd.load_one_f32(x + 4 * k)
+            k += 1
+        return sum_
+
+    return dot
 
 
-@jit
-def dot_f16(address, x, columns):
-    a, b, c, d = simd.zeros(), simd.zeros(), simd.zeros(), simd.zeros()
-    k = 0
-    while k + 32 <= columns:
-        a = simd.fma(simd.load_f16(address + 2 * k), simd.load_f32(x + 4 * k), a)
-        b = simd.fma(simd.load_f16(address + 2 * k + 16), simd.load_f32(x + 4 * k + 32), b)
-        c = simd.fma(simd.load_f16(address + 2 * k + 32), simd.load_f32(x + 4 * k + 64), c)
-        d = simd.fma(simd.load_f16(address + 2 * k + 48), simd.load_f32(x + 4 * k + 96), d)
-        k += 32
-    while k + 8 <= columns:
-        a = simd.fma(simd.load_f16(address + 2 * k), simd.load_f32(x + 4 * k), a)
-        k += 8
-    sum_ = simd.total(simd.add(simd.add(a, b), simd.add(c, d)))
-    while k < columns:
-        sum_ += simd.load_one_f16(address + 2 * k) * simd.load_one_f32(x + 4 * k)
-        k += 1
-    return sum_
-
-
-@jit
-def dot_f32(address, x, columns):
-    a, b, c, d = simd.zeros(), simd.zeros(), simd.zeros(), simd.zeros()
-    k = 0
-    while k + 32 <= columns:
-        a = simd.fma(simd.load_f32(address + 4 * k), simd.load_f32(x + 4 * k), a)
-        b = simd.fma(simd.load_f32(address + 4 * k + 32), simd.load_f32(x + 4 * k + 32), b)
-        c = simd.fma(simd.load_f32(address + 4 * k + 64), simd.load_f32(x + 4 * k + 64), c)
-        d = simd.fma(simd.load_f32(address + 4 * k + 96), simd.load_f32(x + 4 * k + 96), d)
-        k += 32
-    while k + 8 <= columns:
-        a = simd.fma(simd.load_f32(address + 4 * k), simd.load_f32(x + 4 * k), a)
-        k += 8
-    sum_ = simd.total(simd.add(simd.add(a, b), simd.add(c, d)))
-    while k < columns:
-        sum_ += simd.load_one_f32(address + 4 * k) * simd.load_one_f32(x + 4 * k)
-        k += 1
-    return sum_
-
-
-@jit
-def dot_fp8(address, x, columns):
-    """In units of 2^-8."""
-    a, b, c, d = simd.zeros(), simd.zeros(), simd.zeros(), simd.zeros()
-    k = 0
-    while k + 32 <= columns:
-        a = simd.fma(simd.load_e4m3(address + k), simd.load_f32(x + 4 * k), a)
-        b = simd.fma(simd.load_e4m3(address + k + 8), simd.load_f32(x + 4 * k + 32), b)
-        c = simd.fma(simd.load_e4m3(address + k + 16), simd.load_f32(x + 4 * k + 64), c)
-        d = simd.fma(simd.load_e4m3(address + k + 24), simd.load_f32(x + 4 * k + 96), d)
-        k += 32
-    while k + 8 <= columns:
-        a = simd.fma(simd.load_e4m3(address + k), simd.load_f32(x + 4 * k), a)
-        k += 8
-    sum_ = simd.total(simd.add(simd.add(a, b), simd.add(c, d)))
-    while k < columns:
-        sum_ += simd.load_one_e4m3(address + k) * simd.load_one_f32(x + 4 * k)
-        k += 1
-    return sum_
+dot_bf16 = _make_dot(simd.load_bf16, simd.load_one_bf16, 2)
+dot_f16 = _make_dot(simd.load_f16, simd.load_one_f16, 2)
+dot_f32 = _make_dot(simd.load_f32, simd.load_one_f32, 4)
+dot_fp8 = _make_dot(simd.load_e4m3, simd.load_one_e4m3, 1)  # in units of 2^-8
 
 
 @jit
