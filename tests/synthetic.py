@@ -174,7 +174,7 @@ class _Writer:
         self.formats: dict[str, str] = {}
 
     def draw(self, name, shape, spread):
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + (self.seed << 32))
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode(), self.seed))
         return torch.randn(shape, generator=generator) * spread
 
     def plain(self, name, tensor, format="bf16"):
