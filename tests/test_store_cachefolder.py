@@ -1,6 +1,7 @@
 """Stores made on the way: made once, found again, never spoilt by a second maker."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -76,3 +77,11 @@ def test_an_unwritable_cache_folder_is_said(source, cache_folder):
 def test_importing_the_store_does_not_import_torch():
     script = "import sys, nemolab.store; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
+
+
+def test_a_checkpoint_of_the_longest_name_gets_a_store(source, cache_folder, tmp_path):
+    longest = tmp_path / ("\u00e9" * 127)
+    longest.symlink_to(source)
+    assert Store.open(ensure_store(longest, announce=quiet)).n_experts
+    copied = shutil.copytree(source, longest.with_name("n" * 255))
+    assert Store.open(ensure_store(copied, announce=quiet)).n_experts

@@ -17,6 +17,8 @@ from nemolab.store.manifest import VERSION, Manifest
 from nemolab.store.reader import to_stderr
 from nemolab.store.repack import Progress, repack
 
+_NAME_BYTES = 160  # of a checkpoint's name in the name of its store
+
 
 def ensure_store(
     checkpoint_path: str | Path,
@@ -57,7 +59,9 @@ def store_folder(checkpoint: Checkpoint, layout: str) -> Path:
     """Where the store of a checkpoint lies, or would lie, in the cache folder."""
     source = contents.fingerprint(checkpoint)
     digest = hashlib.sha256(json.dumps([VERSION, layout, source], sort_keys=True).encode()).hexdigest()[:16]
-    return paths.cache_folder() / "stores" / f"{source['name']}-{layout}-{digest}"
+    # A file system takes names of 255 bytes, and the lock's is longer than the folder's.
+    name = source["name"].encode(errors="surrogateescape")[:_NAME_BYTES].decode(errors="ignore")
+    return paths.cache_folder() / "stores" / f"{name}-{layout}-{digest}"
 
 
 def _is_sound(folder: Path) -> bool:
