@@ -72,6 +72,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one verb and return the exit code; every way to fail becomes one clear line on stderr."""
     for name, value in QUIET_LIBRARIES.items():
         os.environ.setdefault(name, value)
+    _open_closed_streams()
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are no text are refused where they are used
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal without Russian letters shows "?", it does not crash
@@ -101,6 +104,13 @@ def main(arguments: list[str] | None = None) -> int:
         return _fail(settings, error, "out of memory; ask for a smaller cache or close other programs", 1)
     except Exception as error:
         return _fail(settings, error, f"unexpected {type(error).__name__}: {error}; --debug shows where", 1)
+
+
+def _open_closed_streams() -> None:
+    """Streams that our caller closed (`>&-`) lead nowhere, instead of to the next file that is opened."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  open until the process ends
 
 
 def _fail(settings: Settings, error: BaseException, message: str, code: int) -> int:

@@ -282,3 +282,10 @@ def test_tables_line_up():
     assert table(["part", "bytes"], [["routed", 12000], ["ok", None]]) == (
         "part     bytes\nrouted  12,000\nok           -"
     )
+
+
+@pytest.mark.parametrize("closed, code", [(">&-", 0), ("2>&-", 0), ("<&- >&- 2>&-", 0)])
+def test_closed_streams_lead_nowhere(tmp_path, closed, code):
+    command = f'"{sys.executable}" -m nemolab {closed}'
+    ended = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == code and "Error" not in ended.stderr

@@ -4,6 +4,8 @@ import io
 import json
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -135,3 +137,35 @@ def test_an_interrupt_stops_the_answer_and_not_the_conversation(chat):
 def test_json_without_a_question_is_bad_usage(chat):
     code, out, err = chat("--json")
     assert code == 2 and not out and "--prompt" in err and not FakeEngine.opened
+
+
+def test_a_store_alone_says_which_model(tmp_path, monkeypatch):
+    monkeypatch.setattr(nemolab.engine, "Engine", FakeEngine)
+    monkeypatch.setattr(FakeEngine, "opened", [])
+    assert main(["chat", "--store", str(tmp_path), "--prompt", "hi"]) == 0
+    assert main(["chat", str(tmp_path), "--store", str(tmp_path), "--prompt", "hi"]) == 0
+    assert [path for path, _ in FakeEngine.opened[::2]] == ["None", str(tmp_path)]
+
+
+def test_bytes_that_are_no_text_end_only_their_own_question(tmp_path):
+    asked = subprocess.run(
+        [sys.executable, "-c", FAKE_CHAT, str(tmp_path)], input=b"hi\xff\n/new\n", capture_output=True, timeout=60
+    )
+    assert asked.returncode == 0 and b"unexpected" not in asked.stderr and b"a new conversation" in asked.stderr
+
+
+FAKE_CHAT = """
+import sys, nemolab.engine
+from nemolab.cli import main
+from nemolab.engine.chat import clean_messages
+
+class Fake:
+    notes = []
+    def __init__(self, *_, **__): pass
+    def __enter__(self): return self
+    def __exit__(self, *_): pass
+    def chat(self, messages, **_): return clean_messages(messages)
+
+nemolab.engine.Engine = Fake
+sys.exit(main(["chat", sys.argv[1]]))
+"""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from nemolab.commands.verb import Answer, FiniteRange, checkpoint_argument, say, settings, verb
 from nemolab.errors import NemolabError, UsageError
@@ -62,6 +63,8 @@ def chat(path, prompt, max_tokens, think, ram_cache, store, temperature, top_p, 
         "seed": seed,
     }
     store = Path(store).expanduser() if store else None
+    if store and click.get_current_context().get_parameter_source("path") is not ParameterSource.COMMANDLINE:
+        path = None  # the store says which model; a default checkpoint would only contradict it
     with Engine(path, ram_cache_gib=budget.gib, ram_cache_slots=budget.slots, store=store) as engine:
         for note in engine.notes:
             say(f"note: {note}")
