@@ -279,5 +279,5 @@ def test_unknown_activations_are_refused(tmp_path):
         experts=4,
         config_extra={"mlp_hidden_act": "gelu"},
     )
-    with pytest.raises(EngineError, match="mlp_hidden_act is 'gelu'; the engine knows 'relu2'"):
+    with pytest.raises(EngineError, match="mlp_hidden_act is 'gelu'; the engine computes 'relu2'"):
         Engine(path)

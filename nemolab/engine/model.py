@@ -16,7 +16,8 @@ from nemolab.errors import EngineError
 from nemolab.kernels.rms_norm import rms_norm as rms_norm_step
 from nemolab.kernels.team import Team
 
-KNOWN_ACTIVATIONS = {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu"}
+# What the kernels compute, by the config's field: an activation under another name is another model.
+ACTIVATIONS = {"mlp_hidden_act": ("relu2",), "mamba_hidden_act": ("silu", "swish")}
 
 
 class Model:
@@ -24,9 +25,9 @@ class Model:
 
     def __init__(self, store, cache, team: Team):
         config = store.config
-        for field, known in KNOWN_ACTIVATIONS.items():
-            if getattr(config, field) != known:
-                raise EngineError(f"{field} is {getattr(config, field)!r}; the engine knows {known!r}")
+        for field, known in ACTIVATIONS.items():
+            if getattr(config, field) not in known:
+                raise EngineError(f"{field} is {getattr(config, field)!r}; the engine computes {known[0]!r}")
         weights = DenseWeights(store, team)
         self.config, self.team = config, team
         self.embeddings = weights.matrix("backbone.embeddings", config.vocab_size, config.hidden_size)
