@@ -45,7 +45,14 @@ def test_the_package_s_template_writes_the_vendor_s_form(bare):
     assert "own" in bare.notes[0] and "chat template" in bare.notes[0]
 
 
-def test_history_loses_its_reasoning_and_system_messages_are_joined(bare):
+def test_the_shipped_model_and_the_package_have_one_template(tiny_path):
+    from importlib import resources
+
+    own = resources.files("nemolab.engine").joinpath("default_template.jinja").read_text(encoding="utf-8")
+    assert (tiny_path / "chat_template.jinja").read_text(encoding="utf-8") == own
+
+
+def test_history_loses_its_reasoning_and_late_system_messages_stay_in_place(bare):
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "a"},
@@ -55,8 +62,9 @@ def test_history_loses_its_reasoning_and_system_messages_are_joined(bare):
         {"role": "assistant", "content": "e", "reasoning_content": "because"},
     ]
     assert bare.render(messages) == (
-        "<|im_start|>system\nBe brief.\n\nBe kind.<|im_end|>\n<|im_start|>user\na<|im_end|>\n"
-        "<|im_start|>assistant\n<think></think>b<|im_end|>\n<|im_start|>user\ncd<|im_end|>\n"
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\na<|im_end|>\n"
+        "<|im_start|>assistant\n<think></think>b<|im_end|>\n<|im_start|>system\nBe kind.<|im_end|>\n"
+        "<|im_start|>user\ncd<|im_end|>\n"
         "<|im_start|>assistant\n<think>\nbecause\n</think>\ne<|im_end|>\n<|im_start|>assistant\n<think></think>"
     )
 
@@ -88,8 +96,8 @@ def test_tools_and_their_results_are_rendered(bare):
         '<required>["town"]</required>\n</parameters>\n</function>\n</tools>' in text
     )
     assert (
-        "<think></think>\n<tool_call>\n<function=weather>\n<parameter=town>\nOslo\n</parameter>\n<parameter=days>\n2\n"
-        "</parameter>\n</function>\n</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>\nrain\n</tool_response>\n"
+        "<think></think><tool_call>\n<function=weather>\n<parameter=town>\nOslo\n</parameter>\n<parameter=days>\n2\n"
+        "</parameter>\n</function>\n</tool_call>\n<|im_end|>\n<|im_start|>user\n<tool_response>\nrain\n</tool_response>\n"
         "<tool_response>\nsun\n</tool_response>\n<|im_end|>\n" in text
     )
 
@@ -278,3 +286,11 @@ def test_the_shipped_model_answers(tiny_path):
     with Engine(tiny_path) as engine:
         result = engine.chat(ASK, max_tokens=24)
     assert len(result.text) > 10 and result.reasoning == "" and "<" not in result.text
+
+
+def test_half_a_surrogate_pair_is_refused_by_name(folder):
+    broken = "a\udcff"
+    with pytest.raises(EngineError, match=r"messages\[0\]\.content is not Unicode text at character 1"):
+        tokenizer_of(folder).render([{"role": "user", "content": broken}])
+    with pytest.raises(EngineError, match="not Unicode text"):
+        tokenizer_of(folder).encode(broken)

@@ -36,6 +36,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text; nothing is added, special tokens written out in the text become their ids."""
+        _check_encodable(text, "the text")
         return self._library.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -178,7 +179,18 @@ def _clean_message(message: object, where: str) -> dict:
         content = ""
     if not isinstance(content, str):
         raise EngineError(f"{where}.content is {type(content).__name__}; a text or a list of text parts is needed")
+    _check_encodable(content, f"{where}.content")
     return {**message, "role": "system" if role == "developer" else role, "content": content}
+
+
+def _check_encodable(text: str, where: str) -> None:
+    """Half a surrogate pair is no character: it stands for bytes that were no UTF-8, or for half of a JSON escape."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as problem:
+        raise EngineError(
+            f"{where} is not Unicode text at character {problem.start}: {text[problem.start]!r}"
+        ) from None
 
 
 def _text_part(part: object, where: str) -> str:
