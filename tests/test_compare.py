@@ -357,3 +357,13 @@ def test_predicted_peak_bounds_the_measured_one(tmp_path):
     predicted = memory.predict_reference_peak(checkpoint.config, [len(ids)])
     # The head alone is 48 MiB decoded and as stored: a reference that held all layers would need over twice as much.
     assert peak - before <= predicted.rise_bytes
+
+
+def test_texts_without_end_are_refused_before_they_are_read(folder, tmp_path, monkeypatch):
+    tokens = tokens_of(folder)
+    with pytest.raises(NemolabError, match="/dev/zero is not a regular file"):
+        load_texts("/dev/zero", tokens, 288)
+    (tmp_path / "long.txt").write_text("too long")
+    monkeypatch.setattr(load_texts.__module__ + ".MOST_BYTES", 7)
+    with pytest.raises(NemolabError, match="8 bytes; a text has at most 7"):
+        load_texts(tmp_path, tokens, 288)

@@ -284,3 +284,9 @@ def test_routing_gap_is_the_distance_to_the_expert_not_chosen(tmp_path):
     checkpoint = Checkpoint.open(write_checkpoint(tmp_path / "other", top_k=2))
     gap = Reference(checkpoint).read({"a": IDS})["a"].gap
     assert gap.shape == (len(IDS),) and (gap >= 0).all() and gap.max() < 1
+
+
+def test_groups_of_one_expert_are_refused_in_words(tmp_path):
+    folder = write_checkpoint(tmp_path / "model", config_extra={"n_group": 8, "topk_group": 4})
+    with pytest.raises(CheckpointError, match="8 experts in 8 group"):
+        Reference(Checkpoint.open(folder))

@@ -66,6 +66,8 @@ class Reference:
         self._modeling = modeling_nemotron_h
         self.config = transformers_config(checkpoint.config)
         self.layer_types = checkpoint.config.layer_types
+        # transformers builds a shared expert whatever n_shared_experts says.
+        self._shared_experts = checkpoint.config.n_shared_experts > 0
         self.time_step_limit = (self.config.time_step_min, math.inf) if stock else checkpoint.config.time_step_limit
         self.stock = stock
         self.weights = SourceWeights(checkpoint)
@@ -154,6 +156,8 @@ class Reference:
         prefix = f"backbone.layers.{index}"
         if self.layer_types[index] == "moe":
             self._stand_in_for_experts(block.mixer.experts, f"{prefix}.mixer.experts")
+            if not self._shared_experts:
+                block.mixer.shared_experts = _AddsNothing()
         state = {}
         for key, empty in block.state_dict().items():
             state[key] = self.weights.tensor(f"{prefix}.{key}")
@@ -249,8 +253,23 @@ class _RoutingGap:
             self._hook.remove()
 
 
+class _AddsNothing(torch.nn.Module):
+    """Stands for the shared expert of a model that has none."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(hidden)
+
+
 def transformers_config(config: ModelConfig):
-    """transformers' config of the same model, in the implementations that a block on its own needs."""
+    """transformers' config of the same model, in the implementations that a block on its own needs.
+
+    Raises CheckpointError for what transformers cannot run.
+    """
+    if "moe" in config.layer_types and config.n_experts // config.n_group < 2:
+        raise CheckpointError(
+            f"config.json: {config.n_experts} experts in {config.n_group} group(s); transformers, the reference, weighs"
+            " groups by their two best experts and cannot route fewer than 2 experts a group"
+        )
     from transformers.models.nemotron_h.configuration_nemotron_h import NemotronHConfig
 
     shared = {field.name for field in dataclasses.fields(NemotronHConfig)} & {

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 # Longer texts are cut here: the vocabularies of small tokenizers make thousands of tokens of a page.
 MOST_TOKENS = 1024
+MOST_BYTES = 64 << 20
 
 Texts = Mapping[str, str | list[int]] | Iterable[str | Path] | str | Path | None
 
@@ -103,6 +104,10 @@ def _list_files(texts: Iterable[str | Path] | str | Path) -> list[Path]:
 
 def _read(file: Path) -> str:
     try:
+        if file.exists() and not file.is_file():  # a device or a pipe may never end
+            raise NemolabError(f"{file} is not a regular file; a text was needed")
+        if file.stat().st_size > MOST_BYTES:
+            raise NemolabError(f"{file} has {file.stat().st_size:,} bytes; a text has at most {MOST_BYTES:,}")
         return file.read_text(encoding="utf-8")
     except OSError as error:
         raise NemolabError(f"{file} cannot be read: {error.strerror or error}") from error
