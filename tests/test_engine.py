@@ -5,11 +5,13 @@ import sys
 
 import pytest
 import torch
+from patching import edit_tensors
 from synthetic import one_thread, write_checkpoint
 
 from nemolab.checkpoint import Checkpoint
 from nemolab.compare.reference import Reference
 from nemolab.engine import Engine
+from nemolab.errors import StoreError
 from nemolab.store import Store, ensure_store
 
 IDS = [int(i) for i in torch.randint(32, 280, (70,), generator=torch.Generator().manual_seed(0))]
@@ -232,3 +234,21 @@ def test_a_copied_state_goes_its_own_way(small_path):
         wanted = engine.prefill([*IDS[:10], IDS[11]], engine.new_state())[-1]
         assert kl(wanted[None], after[None]).max() <= 1e-9
         assert branch.nbytes == state.nbytes > 0
+
+
+def test_a_store_of_another_checkpoint_than_the_one_named_is_refused(small_path, tmp_path):
+    other = write_checkpoint(tmp_path / "other", **{**SMALL, "experts": 4})
+    store = ensure_store(small_path)
+    with pytest.raises(StoreError, match="made from another checkpoint"):
+        Engine(other, store=store)
+    with Engine(None, store=store) as alone, Engine(small_path, store=store) as both:
+        assert alone.config == both.config
+
+
+@one_thread
+def test_a_model_without_shared_experts_equals_transformers(tmp_path):
+    path = write_checkpoint(tmp_path / "model", config_extra={"n_shared_experts": 0}, **SMALL)
+    edit_tensors(path, lambda name, tensor: {} if "shared_experts" in name else {name: tensor})
+    wanted = Reference(Checkpoint.open(path)).logits(IDS)
+    with Engine(path) as engine:
+        assert kl(wanted, engine.prefill(IDS, engine.new_state())).mean() <= 1e-9

@@ -9,12 +9,13 @@ import pytest
 from stores import damage, quiet
 from synthetic import write_checkpoint
 
+from nemolab.checkpoint import Checkpoint
 from nemolab.checkpoint.safetensors_header import read_header
 from nemolab.errors import StoreError
 from nemolab.store import BlockLayout, Store, files, repack, verify
 from nemolab.store.layout import LAYOUTS
 from nemolab.store.nibbles import transpose_nibbles
-from nemolab.store.verify import sample_blocks
+from nemolab.store.verify import check_source, sample_blocks
 
 pytest_plugins = ["store_fixtures"]
 
@@ -185,3 +186,22 @@ def test_the_manifest_tells_a_foreign_reader_what_it_needs(store_path):
     layout = BlockLayout("neuron", 96, 64)
     assert (raw["block_bytes"], raw["payload_bytes"]) == (layout.block_bytes, layout.payload_bytes)
     assert [plane["shape"] for plane in raw["planes"]] == [[96, 32], [96, 4], [96, 32], [6, 64]]
+
+
+def test_weights_changed_behind_the_same_headers_are_found_by_a_look(tmp_path):
+    folder = write_checkpoint(tmp_path / "model")
+    repack(folder, tmp_path / "store")
+    store = Store.open(tmp_path / "store")
+    check_source(store, Checkpoint.open(folder), look=True)
+    write_checkpoint(folder, seed=1)
+    check_source(store, Checkpoint.open(folder))
+    with pytest.raises(StoreError, match=r"other weights .* layer 1, expert 0"):
+        check_source(store, Checkpoint.open(folder), look=True)
+
+
+def test_a_copied_source_with_other_times_is_the_same(tmp_path):
+    folder = write_checkpoint(tmp_path / "model")
+    repack(folder, tmp_path / "store")
+    for file in folder.iterdir():
+        os.utime(file, ns=(0, 0))
+    check_source(Store.open(tmp_path / "store"), Checkpoint.open(folder), look=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from nemolab.compare.reference import Reading, Reference
 from nemolab.compare.result import Bounds, Result, TextResult
 from nemolab.compare.texts import Text, Texts, Tokens, load_texts
 from nemolab.errors import NemolabError
-from nemolab.store import Store, ensure_store
+from nemolab.store import Store, check_source, ensure_store
 
 if TYPE_CHECKING:
     from nemolab.engine import Engine
@@ -200,19 +199,7 @@ def open_store(checkpoint: Checkpoint, store: Store | str | Path | None) -> Stor
         store = ensure_store(checkpoint.path)
     if not isinstance(store, Store):
         store = Store.open(store)
-    source, folder = store.manifest.source, checkpoint.path
-    recorded = {
-        name: {key: facts.get(key) for key in ("bytes", "header_sha256")} for name, facts in source["files"].items()
-    }
-    if recorded != checkpoint.fingerprint():
-        raise NemolabError(
-            f"{store.path} was made from another checkpoint ({source.get('name')}): sizes or headers of its shards are"
-            f" not those of {folder}; repack it"
-        )
-    for name, sha256 in source.get("small_files", {}).items():
-        file = checkpoint.small_files().get(name)
-        if file is None or hashlib.sha256(file.read_bytes()).hexdigest() != sha256:
-            raise NemolabError(f"{store.path} was made when {folder / name} was another; repack it")
+    check_source(store, checkpoint, look=True)
     return store
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from nemolab.checkpoint import Checkpoint
 from nemolab.engine import memory
 from nemolab.engine.chat import Tokenizer, opens_thinking
 from nemolab.engine.model import Model
@@ -27,7 +28,7 @@ from nemolab.engine.text_stream import ReasoningSplit, TextStream
 from nemolab.errors import EngineError
 from nemolab.kernels.team import Team
 from nemolab.kernels.warm_up import warm_up
-from nemolab.store import ExpertCache, Store, ensure_store, files
+from nemolab.store import ExpertCache, Store, check_source, ensure_store, files
 from nemolab.store.cache import RING
 
 PASS_TOKENS = 8192  # longest stretch of a prompt that goes through the layers at once; bounds the activations
@@ -323,7 +324,12 @@ def _to_stderr(line: str) -> None:
 
 def _find_store(path, store, layout: str) -> Store:
     if store is not None:
-        return Store.open(store) if isinstance(store, str | Path) else store
+        if not isinstance(store, str | Path):
+            return store
+        store = Store.open(store)
+        if path is not None and not (Path(path).expanduser() / files.MANIFEST).exists():
+            check_source(store, Checkpoint.open(Path(path).expanduser()))
+        return store
     if path is None:
         raise EngineError("give a checkpoint folder, or a store")
     path = Path(path).expanduser()

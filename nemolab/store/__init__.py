@@ -13,7 +13,7 @@ Using one:
     store                         opened: sizes, dense tensors, readers
     reader, direct_io             one aligned pread a block; the proof that it is direct
     arena, lru, cache             memory for blocks, which of them stay, both together
-    verify                        is it what it should be?
+    verify                        is it what it should be? was it made from this checkpoint?
 """
 
 from nemolab.store.cache import ExpertCache
@@ -23,7 +23,7 @@ from nemolab.store.lru import LRU
 from nemolab.store.reader import BlockReader
 from nemolab.store.repack import RepackResult, repack
 from nemolab.store.store import Store
-from nemolab.store.verify import VerifyResult, verify
+from nemolab.store.verify import VerifyResult, check_source, verify
 
 __all__ = [
     "LRU",
@@ -34,6 +34,7 @@ __all__ = [
     "RepackResult",
     "Store",
     "VerifyResult",
+    "check_source",
     "ensure_store",
     "repack",
     "verify",

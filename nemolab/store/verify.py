@@ -11,7 +11,7 @@ import numpy as np
 from nemolab.checkpoint import Checkpoint, ExpertBytes
 from nemolab.errors import StoreError
 from nemolab.store import direct_io, files
-from nemolab.store.contents import sort_contents
+from nemolab.store.contents import fingerprint, sort_contents
 from nemolab.store.layout import BlockLayout
 from nemolab.store.reader import BlockReader
 from nemolab.store.store import Store
@@ -54,6 +54,35 @@ def verify(
     if source is None:
         return _check_sums(store, progress)
     return _compare(store, Checkpoint.open(Path(source).expanduser()), all, progress)
+
+
+def check_source(store: Store, checkpoint: Checkpoint, look: bool = False) -> None:
+    """Raise StoreError unless the store was made from this checkpoint.
+
+    Sizes and headers of the shards and the small files decide. Headers do not tell retrained weights apart: with
+    `look`, where a shard was touched since, blocks and dense tensors are compared as `verify` does.
+    """
+    source, here = store.manifest.source, fingerprint(checkpoint)
+    recorded = source.get("files") or {}
+    if _without_times(recorded) != _without_times(here["files"]):
+        raise StoreError(
+            f"{store.path} was made from another checkpoint ({source.get('name')}): sizes or headers of its shards are"
+            f" not those of {checkpoint.path}; repack it"
+        )
+    for name, sha256 in (source.get("small_files") or {}).items():
+        if here["small_files"].get(name) != sha256:
+            raise StoreError(f"{store.path} was made when {checkpoint.path / name} was another; repack it")
+    if look and recorded != here["files"]:
+        found = _compare(store, checkpoint, all=False, progress=None)
+        if found.mismatches:
+            raise StoreError(
+                f"{store.path} was made from other weights than {checkpoint.path} holds now: {found.details[0]};"
+                " repack it"
+            )
+
+
+def _without_times(shards: dict) -> dict:
+    return {name: {key: facts.get(key) for key in ("bytes", "header_sha256")} for name, facts in shards.items()}
 
 
 def sample_blocks(blocks: int, wanted: int = SAMPLE) -> list[int]:
