@@ -13,7 +13,8 @@ from nemolab.kernels.matvec import ADD
 from nemolab.kernels.rms_norm import rms_norm as rms_norm_step
 from nemolab.kernels.team import Team
 
-SCORES_BYTES = 64 * 2**20  # float32 scores held at once: the query rows of a long prompt go in pieces
+SCORES_BYTES = 64 * 2**20  # float32 scores held at once: the queries of a long prompt go in pieces ...
+QUERY_ROWS = 256  # ... of at most this many, which do not look at keys that all of them come before
 
 
 class AttentionLayer:
@@ -61,7 +62,7 @@ class AttentionLayer:
         state.values[before : before + tokens] = self.v_proj.apply(h)
         state.tokens = before + tokens
         queries = self.q_proj.apply(h)
-        rows = max(1, SCORES_BYTES // (4 * self.heads * state.tokens))
+        rows = max(1, min(QUERY_ROWS, SCORES_BYTES // (4 * self.heads * state.tokens)))
         mixed = torch.empty_like(queries)
         for start in range(0, tokens, rows):
             stop = min(start + rows, tokens)
