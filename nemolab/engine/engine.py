@@ -156,14 +156,14 @@ class Engine:
 
         For long prompts `last_logits` and `logits_in_pieces` need far less memory.
         """
-        with self._pass("prefill", ids, state) as tokens:
-            hidden = [self._model.prompt(part, state) for part in tokens.split(PASS_TOKENS)]
+        with self._prompt(ids, state) as parts:
+            hidden = [self._model.prompt(part, state) for part in parts]
             return torch.cat([self._model.logits(part) for part in hidden])
 
     def last_logits(self, ids: Iterable[int], state: State) -> torch.Tensor:
         """Feed ids to a state and return the logits after the last one, float32 [vocab]."""
-        with self._pass("prefill", ids, state) as tokens:
-            for part in tokens.split(PASS_TOKENS):
+        with self._prompt(ids, state) as parts:
+            for part in parts:
                 hidden = self._model.prompt(part, state)
             return self._model.logits(hidden[-1:])[0]
 
@@ -171,8 +171,8 @@ class Engine:
         self, ids: Iterable[int], state: State, piece_tokens: int = LOGIT_TOKENS
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """As `prefill`, but (first position, logits [up to piece_tokens, vocab]) one after the other."""
-        with self._pass("prefill", ids, state) as tokens:
-            hidden = [self._model.prompt(part, state) for part in tokens.split(PASS_TOKENS)]
+        with self._prompt(ids, state) as parts:
+            hidden = [self._model.prompt(part, state) for part in parts]
         start = 0
         for part in hidden:
             for first in range(0, part.shape[0], piece_tokens):
@@ -184,8 +184,10 @@ class Engine:
 
     def step(self, token_id: int, state: State) -> torch.Tensor:
         """Feed one token and return the logits after it, float32 [vocab]."""
-        with self._pass("decode", (token_id,), state):
-            return self._model.step(int(token_id), state)
+        token_id = int(token_id)
+        self._check_ids(token_id, token_id)
+        with self._pass(self._clocks.decode, 1, state):
+            return self._model.step(token_id, state)
 
     def generate(
         self,
@@ -277,31 +279,36 @@ class Engine:
         }
 
     @contextmanager
-    def _pass(self, phase: str, ids: Iterable[int], state: State) -> Iterator[torch.Tensor]:
-        """Check what comes in, keep the time, and mark the state broken if the pass does not come to its end."""
+    def _prompt(self, ids: Iterable[int], state: State) -> Iterator[tuple[torch.Tensor, ...]]:
+        """The checked ids of a prompt pass, in stretches of PASS_TOKENS."""
         self._open()
         tokens = torch.as_tensor(ids if isinstance(ids, torch.Tensor) else list(ids), dtype=torch.int64)
-        self._check_ids(tokens)
-        self._check_length(tokens.shape[0], 0, state)
+        if tokens.ndim != 1 or not tokens.numel():
+            raise EngineError(f"token ids of shape {list(tokens.shape)}; a list of one or more is needed")
+        self._check_ids(int(tokens.min()), int(tokens.max()))
+        with self._pass(self._clocks.prefill, tokens.shape[0], state), _torch_threads(self.threads):
+            yield tokens.split(PASS_TOKENS)
+
+    @contextmanager
+    def _pass(self, clock: _Clock, tokens: int, state: State) -> Iterator[None]:
+        """Keep others out, keep the time, and leave the state marked as broken if the pass does not come to its end."""
+        self._open()
+        self._check_length(tokens, 0, state)
         if not state.whole:
             raise EngineError("this state was left half-way by a pass that failed; start again from a new one")
-        clock = getattr(self._clocks, phase)
-        with self._lock, torch.no_grad(), _torch_threads(self.threads):
+        with self._lock, torch.no_grad():
             started = time.perf_counter()
             state.whole = False
-            yield tokens
+            yield
             state.whole = True
-            clock.tokens += tokens.shape[0]
+            clock.tokens += tokens
             clock.seconds += time.perf_counter() - started
 
     def _open(self) -> None:
         if self._model is None:
             raise EngineError("this engine is closed")
 
-    def _check_ids(self, tokens: torch.Tensor) -> None:
-        if tokens.ndim != 1 or not tokens.numel():
-            raise EngineError(f"token ids of shape {list(tokens.shape)}; a list of one or more is needed")
-        low, high = int(tokens.min()), int(tokens.max())
+    def _check_ids(self, low: int, high: int) -> None:
         if low < 0 or high >= self.config.vocab_size:
             raise EngineError(f"token ids from {low} to {high}; the vocabulary is 0 to {self.config.vocab_size - 1}")
 
