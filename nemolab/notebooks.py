@@ -48,7 +48,7 @@ class Run:
         return [outcome for outcome in self.outcomes if outcome.error]
 
 
-def find_notebooks(folder: Path | None = None, only: str = "") -> list[Path]:
+def find_notebooks(folder: Path | None = None, only: str | None = None) -> list[Path]:
     """The numbered notebooks in order; `only` keeps some by number or name: `01,03_is_it_right`.
 
     Raises UsageError for a number or a name that no notebook has.
@@ -57,14 +57,18 @@ def find_notebooks(folder: Path | None = None, only: str = "") -> list[Path]:
     found = sorted(path for path in folder.glob("*.ipynb") if NUMBERED.fullmatch(path.stem))
     if not found:
         raise NemolabError(f"no notebooks named NN_question.ipynb in {folder}")
+    if only is None:
+        return found
     wanted = [word.strip().removesuffix(".ipynb") for word in only.split(",") if word.strip()]
+    if not wanted:
+        raise UsageError(f"--only {only!r} names no notebook; there are {', '.join(path.stem for path in found)}")
     chosen = []
     for word in wanted:
         matches = [path for path in found if word in (path.stem, path.stem[:2]) or word.zfill(2) == path.stem[:2]]
         if not matches:
             raise UsageError(f"--only {word}: no such notebook; there are {', '.join(path.stem for path in found)}")
         chosen += matches
-    return sorted(set(chosen)) if wanted else found
+    return sorted(set(chosen))
 
 
 def run_notebooks(

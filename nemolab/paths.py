@@ -10,9 +10,22 @@
 import os
 from pathlib import Path
 
-from nemolab.errors import NemolabError
+from nemolab.errors import NemolabError, UsageError
 
 MARKER = Path("data/tiny/config.json")  # the shipped checkpoint: a folder that holds it is a home
+
+
+def expand(name: str | Path) -> Path:
+    """A path with `~` and `~user` expanded. Raises UsageError for an empty name and for a user that is not there.
+
+    An empty name comes from an unset shell variable; read as a path it would mean the current folder.
+    """
+    if not str(name):
+        raise UsageError("an empty path; a file or folder was needed")
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        raise UsageError(f"{str(name)!r}: the home folder it begins with cannot be found") from None
 
 
 def home() -> Path:
@@ -24,7 +37,7 @@ def home() -> Path:
     """
     named = os.environ.get("NEMOLAB_HOME", "")
     if named:
-        folder = Path(named).expanduser().absolute()
+        folder = expand(named).absolute()
         if not (folder / MARKER).is_file():
             raise NemolabError(
                 f"NEMOLAB_HOME is {named!r}, which holds no {MARKER}; set it to a clone of nemolab or unset it"
@@ -87,7 +100,7 @@ def cache_folder() -> Path:
     """Where stores made on the way are kept between calls. Not created here."""
     named = os.environ.get("NEMOLAB_CACHE", "")
     if named:
-        return Path(named).expanduser().absolute()
+        return expand(named).absolute()
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     # The XDG rules say that a relative path is to be ignored.
     return (base if base.is_absolute() else Path.home() / ".cache") / "nemolab"
@@ -96,7 +109,7 @@ def cache_folder() -> Path:
 def model_folder(path: str | Path | None = None) -> Path:
     """The checkpoint to use: the one named, else `NEMOLAB_MODEL`, else the shipped `data/tiny`."""
     named = str(path or "") or os.environ.get("NEMOLAB_MODEL", "")
-    return Path(named).expanduser() if named else tiny_folder()
+    return expand(named) if named else tiny_folder()
 
 
 def shown(path: str | Path) -> str:

@@ -16,7 +16,7 @@ from stores import digests, quiet
 from synthetic import write_checkpoint
 
 from nemolab.checkpoint import Checkpoint
-from nemolab.errors import StoreError
+from nemolab.errors import CheckpointError, StoreError
 from nemolab.store import ExpertCache, Store, files, repack, verify
 from nemolab.store.layout import LAYOUTS
 
@@ -143,6 +143,11 @@ def test_checksums_are_zlibs_crc32_of_the_padded_blocks(store_path):
     """Whichever library computed them, so that a store made with one is verified with the other."""
     blocks = np.fromfile(store_path / files.EXPERTS, np.uint8).reshape(16, -1)
     assert np.load(store_path / files.CHECKSUMS).tolist() == [zlib.crc32(block) for block in blocks]
+
+
+def test_a_store_in_place_of_a_checkpoint_is_named_as_one(store_path):
+    with pytest.raises(CheckpointError, match="is a store made by repack"):
+        Checkpoint.open(store_path)
 
 
 def test_two_repacks_are_identical_to_the_last_byte(source, tmp_path, store_path):

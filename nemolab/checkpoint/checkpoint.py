@@ -28,6 +28,7 @@ SMALL_FILES = (
     "chat_template.jinja", "hf_quant_config.json",
 )  # fmt: skip
 
+STORE_FILES = ("manifest.json", "experts.bin")  # a store looks like a checkpoint otherwise: config, safetensors
 _COMPARE_CHUNK_BYTES = 64 << 20
 
 
@@ -78,6 +79,8 @@ class Checkpoint:
             raise CheckpointError(f"{folder} {what}; the folder of a checkpoint was needed")
         if not (folder / CONFIG_FILE).exists():
             raise CheckpointError(f"{folder} has no {CONFIG_FILE}, so it is no checkpoint folder")
+        if all((folder / name).is_file() for name in STORE_FILES):
+            raise CheckpointError(f"{folder} is a store made by repack; the checkpoint it was made from was needed")
         config = ModelConfig.load(folder)
         try:
             shards = open_shards(folder)

@@ -4,12 +4,11 @@ import contextlib
 import signal
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import click
 from click.core import ParameterSource
 
-from nemolab.commands.verb import Answer, FiniteRange, checkpoint_argument, say, settings, verb
+from nemolab.commands.verb import Answer, FiniteRange, PathName, checkpoint_argument, say, settings, verb
 from nemolab.errors import NemolabError, UsageError
 from nemolab.units import Budget, parse_budget, show_bytes
 
@@ -31,7 +30,13 @@ def _budget(context, parameter, value) -> Budget | None:
     metavar="SIZE|Nslots",
     help="RAM for experts: 4GiB, 500MiB, 2GB or 48slots (blocks). Default: the engine's choice.",
 )
-@click.option("--store", default=None, metavar="STORE", help="Use this store; else one is made in the cache folder.")
+@click.option(
+    "--store",
+    type=PathName(),
+    default=None,
+    metavar="STORE",
+    help="Use this store; else one is made in the cache folder.",
+)
 @click.option("--temperature", type=FiniteRange(min=0), default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--top-p", type=FiniteRange(0, 1, min_open=True), default=1.0, show_default=True)
 @click.option("--top-k", type=click.IntRange(min=0), default=0, show_default=True, help="0 is no limit.")
@@ -62,7 +67,6 @@ def chat(path, prompt, max_tokens, think, ram_cache, store, temperature, top_p, 
         "top_k": top_k,
         "seed": seed,
     }
-    store = Path(store).expanduser() if store else None
     if store and click.get_current_context().get_parameter_source("path") is not ParameterSource.COMMANDLINE:
         path = None  # the store says which model; a default checkpoint would only contradict it
     with Engine(path, ram_cache_gib=budget.gib, ram_cache_slots=budget.slots, store=store) as engine:

@@ -1,10 +1,8 @@
 """`nemolab compare`: the engine against transformers in fp32, with controls that must fail."""
 
-from pathlib import Path
-
 import click
 
-from nemolab.commands.verb import Answer, checkpoint_argument, progress_bar, table, verb
+from nemolab.commands.verb import Answer, PathName, checkpoint_argument, progress_bar, table, verb
 
 RECORDED = {
     "ppl_engine": "perplexity",
@@ -18,8 +16,20 @@ RECORDED = {
 
 @verb("compare")
 @checkpoint_argument
-@click.option("--store", default=None, metavar="STORE", help="Use this store; else one is made in the cache folder.")
-@click.option("--texts", default=None, metavar="FOLDER|FILE", help="Compare on these .txt files instead of data/texts.")
+@click.option(
+    "--store",
+    type=PathName(),
+    default=None,
+    metavar="STORE",
+    help="Use this store; else one is made in the cache folder.",
+)
+@click.option(
+    "--texts",
+    type=PathName(),
+    default=None,
+    metavar="FOLDER|FILE",
+    help="Compare on these .txt files instead of data/texts.",
+)
 @click.option("--record", is_flag=True, help="Keep the figures as rows in data/measurements.")
 def compare(path, store, texts, record):
     """Does the engine compute what the model is?
@@ -38,8 +48,8 @@ def compare(path, store, texts, record):
 
     data = measure(
         path,
-        store=Path(store).expanduser() if store else None,
-        texts=Path(texts).expanduser() if texts else None,
+        store=store,
+        texts=texts,
         progress=progress_bar("compare", " steps"),
     )
     columns = ["name", "tokens", "ppl_engine", "ppl_reference", "kl_mean", "kl_max", "kl_mean_decode", "greedy"]

@@ -1,18 +1,22 @@
 """`nemolab repack` and `nemolab verify`: a checkpoint into a store of whole-page blocks, and the proof."""
 
 from dataclasses import asdict
-from pathlib import Path
 
 import click
 
-from nemolab.commands.verb import Answer, checkpoint_argument, progress_bar, verb
+from nemolab.commands.verb import Answer, PathName, checkpoint_argument, progress_bar, verb
 from nemolab.units import show_bytes
 
 
 @verb("repack")
 @checkpoint_argument
 @click.option(
-    "--to", "target", required=True, metavar="STORE", help="Folder to make; what holds something else is left alone."
+    "--to",
+    "target",
+    type=PathName(),
+    required=True,
+    metavar="STORE",
+    help="Folder to make; what holds something else is left alone.",
 )
 @click.option(
     "--layout",
@@ -35,7 +39,7 @@ def repack(path, target, layout):
     """
     from nemolab.store import repack as rewrite
 
-    result = rewrite(path, Path(target).expanduser(), layout=layout, progress=progress_bar("repack", "B"))
+    result = rewrite(path, target, layout=layout, progress=progress_bar("repack", "B"))
     rate = result.bytes_written / result.seconds / 1e9 if result.seconds else 0.0
     done = f"{show_bytes(result.bytes_written)} in {result.seconds:.2f} s ({rate:.2f} GB/s)"
     text = (
@@ -47,8 +51,14 @@ def repack(path, target, layout):
 
 
 @verb("verify")
-@click.argument("store", metavar="STORE")
-@click.option("--source", default=None, metavar="PATH", help="The checkpoint it was made from: compare byte for byte.")
+@click.argument("store", type=PathName(), metavar="STORE")
+@click.option(
+    "--source",
+    type=PathName(),
+    default=None,
+    metavar="PATH",
+    help="The checkpoint it was made from: compare byte for byte.",
+)
 @click.option("--all", "every", is_flag=True, help="Every expert, not 200 spread over the store.")
 def verify(store, source, every):
     """Are the blocks what they should be?
@@ -65,8 +75,8 @@ def verify(store, source, every):
     from nemolab.store import verify as check
 
     result = check(
-        Path(store).expanduser(),
-        source=Path(source).expanduser() if source else None,
+        store,
+        source=source,
         all=every,
         progress=progress_bar("verify", " blocks"),
     )

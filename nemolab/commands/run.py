@@ -6,13 +6,15 @@ from pathlib import Path
 
 import click
 
-from nemolab.commands.verb import Answer, checkpoint_argument, say, settings, table, verb
+from nemolab.commands.verb import Answer, PathName, checkpoint_argument, say, settings, table, verb
 
 
 @verb("run")
 @checkpoint_argument
-@click.option("--only", default="", metavar="01,03", help="Only these, by number or name.")
-@click.option("--to", "target", default=None, metavar="FOLDER", help="Where to write; default runs/<time>.")
+@click.option("--only", default=None, metavar="01,03", help="Only these, by number or name.")
+@click.option(
+    "--to", "target", type=PathName(), default=None, metavar="FOLDER", help="Where to write; default runs/<time>."
+)
 @click.option("--save", is_flag=True, help="Also keep the outputs in the notebooks themselves (for commits).")
 def run(path, only, target, save):
     """Execute every notebook in order on one checkpoint and write one HTML report.
@@ -37,7 +39,7 @@ def run(path, only, target, save):
     result = run_notebooks(
         notebooks,
         model=path,
-        folder=Path(target).expanduser().absolute() if target else None,
+        folder=target.absolute() if target else None,
         save=save,
         announce=_announcer(len(notebooks)),
     )

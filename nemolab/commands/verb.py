@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from nemolab.errors import NemolabError
+from nemolab.errors import NemolabError, UsageError
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def checkpoint_argument(function: Callable) -> Callable:
 
         return None if context.resilient_parsing else paths.model_folder(value)
 
-    return click.argument("path", required=False, metavar="[PATH]", callback=resolve)(function)
+    return click.argument("path", required=False, metavar="[PATH]", type=PathName(), callback=resolve)(function)
 
 
 def to_json(document: Any) -> str:
@@ -119,6 +119,20 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):  # numpy and torch scalars and arrays
         return _plain(value.tolist())
     return _plain(str(value))
+
+
+class PathName(click.ParamType):
+    """A file or folder, `~` expanded. Refuses an empty word: an unset shell variable, not the current folder."""
+
+    name = "path"
+
+    def convert(self, value, parameter, context):
+        from nemolab import paths
+
+        try:
+            return paths.expand(value)
+        except UsageError as error:
+            self.fail(str(error), parameter, context)
 
 
 class FiniteRange(click.FloatRange):
