@@ -298,6 +298,8 @@ def load_e2m1_twice(typing, address):
 
 
 def _scalar_load(element, result, convert=None):
+    """An intrinsic that reads one element at an address, converted."""
+
     def typed(typing, address):
         def build(context, builder, signature, args):
             value = builder.load(builder.inttoptr(args[0], ir.PointerType(element)), align=1)
@@ -317,23 +319,12 @@ load_one_bf16 = _scalar_load(
     types.float32,
     lambda builder, value: builder.bitcast(builder.shl(builder.zext(value, _I32), ir.Constant(_I32, 16)), _F32),
 )
-load_one_e4m3 = _scalar_load(
-    _I8,
-    types.float32,
-    lambda builder, value: builder.extract_element(
-        _widen(
-            builder,
-            _place(
-                builder,
-                builder.insert_element(
-                    ir.Constant(ir.VectorType(_I16, 1), [0]), builder.zext(value, _I16), ir.Constant(_I32, 0)
-                ),
-                0x7F,
-                7,
-                0x80,
-                8,
-            ),
-        ),
-        ir.Constant(_I32, 0),
-    ),
-)
+
+
+def _widen_one_e4m3(builder, value):
+    word = builder.insert_element(_constant(_I16, 0, 1), builder.zext(value, _I16), ir.Constant(_I32, 0))
+    half = _place(builder, word, 0x7F, 7, 0x80, 8)
+    return builder.extract_element(_widen(builder, half), ir.Constant(_I32, 0))
+
+
+load_one_e4m3 = _scalar_load(_I8, types.float32, _widen_one_e4m3)
