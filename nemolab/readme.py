@@ -63,7 +63,7 @@ def bytes_table() -> str:
 
 def correctness_table() -> str:
     """The engine beside transformers in fp32, from the newest recorded comparison of the shipped model."""
-    from nemolab.measure import latest, one_line, read_rows
+    from nemolab.measure import latest, read_rows
 
     newest = latest("compare.kl_mean", model="tiny")
     texts = list(dict.fromkeys(settings["text"] for settings in read_rows("compare.kl_mean")["settings"]))
@@ -98,14 +98,14 @@ def correctness_table() -> str:
     controls = dict.fromkeys(settings["control"] for settings in read_rows("compare.control_ppl")["settings"])
     broken = [f"{name} {latest('compare.control_ppl', model='tiny', control=name)['median']:,.0f}" for name in controls]
     return (
-        f"{one_line(newest['machine'])}; {newest['time'][:10]}, commit {newest['commit']}.\n\n{table}\n\n"
+        f"{_taken(newest)}.\n\n{table}\n\n"
         f"The same measure on models broken on purpose (PPL over all texts): {', '.join(broken)}."
     )
 
 
 def speed_table() -> str:
     """Decode and experts, as ratios to a rival in the same run, from the newest recorded benchmarks."""
-    from nemolab.measure import latest, one_line
+    from nemolab.measure import latest
 
     rows = []
     newest = latest("decode.ratio", model="tiny")
@@ -127,11 +127,17 @@ def speed_table() -> str:
         theirs, ours, ratio = (latest(f"{name}.{part}", **settings) for part in (row_of_rival, "engine", "ratio"))
         rows.append([what, rival, _spread(theirs), _spread(ours), _spread(ratio), len(ratio["values"])])
     headers = ["what", "baseline", "baseline, ms:", "nemolab, ms:", "times faster:", "samples:"]
-    how = (
-        f"{one_line(newest['machine'])}, {newest['settings']['threads']} threads; {newest['time'][:10]}, commit "
-        f"{newest['commit']}. Median (least to most); both sides in turns in one run."
-    )
+    threads = newest["settings"]["threads"]
+    how = f"{_taken(newest)}, {threads} threads. Median (least to most); both sides in turns in one run."
     return f"{how}\n\n{markdown_table(headers, rows)}"
+
+
+def _taken(row) -> str:
+    """Machine, day and code of a row."""
+    from nemolab.measure import one_line
+
+    dirty = " with changes" if row["dirty"] else ""
+    return f"{one_line(row['machine'])}; {row['time'][:10]}, commit {row['commit']}{dirty}"
 
 
 def _spread(row) -> str:
