@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import click
 from click.core import ParameterSource
 
-from nemolab.commands.verb import Answer, FiniteRange, PathName, checkpoint_argument, say, settings, verb
+from nemolab.commands.verb import Answer, FiniteRange, PathName, checkpoint_argument, settings, verb
 from nemolab.errors import NemolabError, UsageError
+from nemolab.progress import say
 from nemolab.units import Budget, parse_budget, show_bytes
 
 

@@ -2,7 +2,8 @@
 
 import click
 
-from nemolab.commands.verb import Answer, PathName, checkpoint_argument, progress_bar, table, verb
+from nemolab.commands.verb import Answer, PathName, checkpoint_argument, table, verb
+from nemolab.progress import progress_bar
 
 RECORDED = {
     "ppl_engine": "perplexity",

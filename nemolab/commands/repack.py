@@ -4,7 +4,8 @@ from dataclasses import asdict
 
 import click
 
-from nemolab.commands.verb import Answer, PathName, checkpoint_argument, progress_bar, verb
+from nemolab.commands.verb import Answer, PathName, checkpoint_argument, verb
+from nemolab.progress import progress_bar
 from nemolab.units import show_bytes
 
 

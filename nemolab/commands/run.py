@@ -6,7 +6,8 @@ from pathlib import Path
 
 import click
 
-from nemolab.commands.verb import Answer, PathName, checkpoint_argument, say, settings, table, verb
+from nemolab.commands.verb import Answer, PathName, checkpoint_argument, settings, table, verb
+from nemolab.progress import say
 
 
 @verb("run")

@@ -143,26 +143,6 @@ class FiniteRange(click.FloatRange):
         return number if math.isfinite(number) else self.fail(f"{value!r} is not a finite number.", parameter, context)
 
 
-def progress_bar(label: str, unit: str) -> Callable[[int, int], None]:
-    """A text bar on stderr that a long job feeds with `(done, total)`; silent where stderr is no terminal."""
-    from tqdm import tqdm
-
-    bar = tqdm(desc=label, unit=unit, unit_scale=True, disable=None, leave=False, dynamic_ncols=True, file=sys.stderr)
-
-    def show(done: int, total: int) -> None:
-        bar.total = total
-        bar.update(done - bar.n)
-        if done >= total:
-            bar.close()
-
-    return show
-
-
-def say(line: str) -> None:
-    """A line for the person who waits: on stderr, so that stdout stays the answer."""
-    click.echo(line, err=True)
-
-
 def table(headers: list[str], rows: list[list[Any]]) -> str:
     """A plain text table: numbers to the right, words to the left.
 

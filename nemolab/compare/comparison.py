@@ -20,6 +20,7 @@ from nemolab.compare.reference import Reading, Reference
 from nemolab.compare.result import Bounds, Result, TextResult
 from nemolab.compare.texts import Text, Texts, Tokens, load_texts
 from nemolab.errors import NemolabError
+from nemolab.progress import Progress
 from nemolab.store import Store, check_source, ensure_store
 
 if TYPE_CHECKING:
@@ -33,8 +34,6 @@ SELF_CHECK_CHUNKS = 2.25
 
 # Names of the reference's two readings of that stretch; no text can have them.
 _ONE_PASS, _TOKEN_BY_TOKEN = "\0one pass", "\0token by token"
-
-Progress = Callable[[int, int], None]
 
 
 def compare(

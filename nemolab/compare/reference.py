@@ -16,13 +16,14 @@ import contextlib
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
 from nemolab.compare.weights import LazyExperts, SourceWeights, check_shape
 from nemolab.errors import CheckpointError, NemolabError
+from nemolab.progress import Progress
 
 if TYPE_CHECKING:
     from nemolab.checkpoint import Checkpoint, ModelConfig
@@ -31,8 +32,6 @@ LAYER_TYPES = {"mamba": "linear_attention", "attention": "full_attention", "moe"
 # Blocks that carry something from token to token; the others map each position on its own.
 STATEFUL = ("mamba", "attention")
 NO_LIMIT = (0.0, math.inf)
-
-Progress = Callable[[int, int], None]
 
 
 @dataclasses.dataclass

@@ -8,7 +8,6 @@ Everything it takes (threads, descriptors, memory) goes back when the block ends
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -28,6 +27,7 @@ from nemolab.engine.text_stream import ReasoningSplit, TextStream
 from nemolab.errors import EngineError
 from nemolab.kernels.team import Team
 from nemolab.kernels.warm_up import warm_up
+from nemolab.progress import say
 from nemolab.store import ExpertCache, Store, check_source, ensure_store, files
 from nemolab.store.cache import RING
 
@@ -116,7 +116,7 @@ class Engine:
             self._cache = ExpertCache(self.store, budget_bytes=budget_bytes, threads=reader_threads)
             self._team = Team(self.threads)
             with torch.no_grad():
-                warm_up(_to_stderr)
+                warm_up(say)
                 self._model = Model(self.store, self._cache, self._team)
         except BaseException:
             self.close()
@@ -323,10 +323,6 @@ class Engine:
                 f"{held}{prompt_tokens} prompt + {max_tokens} new tokens are more than the {limit} "
                 f"this model was made for"
             )
-
-
-def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _find_store(path, store, layout: str) -> Store:

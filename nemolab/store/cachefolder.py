@@ -5,17 +5,16 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from nemolab import paths
 from nemolab.checkpoint import Checkpoint
 from nemolab.errors import StoreError
+from nemolab.progress import progress_bar, say
 from nemolab.store import contents, files
 from nemolab.store.manifest import VERSION, Manifest
-from nemolab.store.reader import to_stderr
-from nemolab.store.repack import Progress, repack
+from nemolab.store.repack import repack
 
 _NAME_BYTES = 160  # of a checkpoint's name in the name of its store
 
@@ -23,7 +22,7 @@ _NAME_BYTES = 160  # of a checkpoint's name in the name of its store
 def ensure_store(
     checkpoint_path: str | Path,
     layout: str = "neuron",
-    announce: Callable[[str], None] = to_stderr,
+    announce: Callable[[str], None] = say,
 ) -> Path:
     """A finished store of a checkpoint in the cache folder, made if it is not there; says so when it makes one.
 
@@ -49,7 +48,7 @@ def ensure_store(
             if (folder / files.MANIFEST).exists():  # beside files of other sizes: the folder is ours, make it again
                 shutil.rmtree(folder)
             announce(f"no store was named: making one of {paths.shown(checkpoint.path)} in {paths.shown(folder)}")
-            repack(checkpoint.path, folder, layout=layout, announce=announce, progress=_bar())
+            repack(checkpoint.path, folder, layout=layout, announce=announce, progress=progress_bar("repack", "B"))
     finally:
         os.close(lock)  # the lock file stays: removing it would let two makers hold two different locks
     return folder
@@ -78,18 +77,3 @@ def _wait_for(lock: int, folder: Path, announce: Callable[[str], None]) -> None:
     except BlockingIOError:
         announce(f"another process is making {paths.shown(folder)}; waiting for it")
         fcntl.flock(lock, fcntl.LOCK_EX)
-
-
-def _bar() -> Progress:
-    """A bar on stderr, where that is a terminal."""
-    from tqdm import tqdm
-
-    bar = tqdm(desc="repack", unit="B", unit_scale=True, disable=None, leave=False, file=sys.stderr)
-
-    def show(done: int, total: int) -> None:
-        bar.total = total
-        bar.update(done - bar.n)
-        if done >= total:
-            bar.close()
-
-    return show

@@ -1,7 +1,6 @@
 """Read experts from `experts.bin`: one aligned pread each, straight into the caller's memory."""
 
 import os
-import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_all
@@ -10,16 +9,13 @@ from pathlib import Path
 import numpy as np
 
 from nemolab.errors import StoreError
+from nemolab.progress import say
 from nemolab.store import direct_io
 from nemolab.units import PAGE_BYTES
 
 DEFAULT_THREADS = 32
 
 _announced: set[tuple[str, str]] = set()  # a fallback is said once per file and reason, not per reader
-
-
-def to_stderr(line: str) -> None:
-    print(line, file=sys.stderr)
 
 
 class BlockReader:
@@ -39,7 +35,7 @@ class BlockReader:
         *,
         threads: int = DEFAULT_THREADS,
         direct: bool | None = None,
-        announce: Callable[[str], None] = to_stderr,
+        announce: Callable[[str], None] = say,
     ):
         """Open `path` and find out how it can be read.
 

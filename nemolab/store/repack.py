@@ -13,17 +13,15 @@ import numpy as np
 from nemolab.checkpoint import Checkpoint, ExpertBytes, Module
 from nemolab.checkpoint.checkpoint import check_expert_scales
 from nemolab.errors import StoreError
+from nemolab.progress import Progress, say
 from nemolab.store import contents, direct_io, files
 from nemolab.store.layout import BlockLayout
 from nemolab.store.manifest import EXPERT_FORMAT, Manifest
 from nemolab.store.nibbles import Transpose, choose_transpose
-from nemolab.store.reader import to_stderr
 from nemolab.store.target import Target
 from nemolab.store.tensor_file import Outgoing, Written, write_tensor_file
 from nemolab.store.verify import verify
 from nemolab.store.writer import BlockWriter
-
-Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 
 WORKERS = 8  # experts under way at once: enough to keep a disk busy, 50 MB at full Super size
 SLACK_BYTES = 4 << 20  # headers, checksums and small files, generously
@@ -49,7 +47,7 @@ def repack(
     *,
     layout: str = "neuron",
     progress: Progress | None = None,
-    announce: Callable[[str], None] = to_stderr,
+    announce: Callable[[str], None] = say,
 ) -> RepackResult:
     """Make a store of the checkpoint folder `source` in the folder `target`.
 

@@ -14,10 +14,11 @@ from nemolab.checkpoint.modules import Module, find_modules
 from nemolab.checkpoint.reading import read_range_into
 from nemolab.checkpoint.safetensors_header import TensorEntry, read_header
 from nemolab.errors import CheckpointError, StoreError
+from nemolab.progress import say
 from nemolab.store import files
 from nemolab.store.layout import BlockLayout, ExpertViews
 from nemolab.store.manifest import Manifest
-from nemolab.store.reader import DEFAULT_THREADS, BlockReader, to_stderr
+from nemolab.store.reader import DEFAULT_THREADS, BlockReader
 
 if TYPE_CHECKING:
     import torch
@@ -134,7 +135,7 @@ class Store:
         self,
         threads: int = DEFAULT_THREADS,
         direct: bool | None = None,
-        announce: Callable[[str], None] = to_stderr,
+        announce: Callable[[str], None] = say,
     ) -> BlockReader:
         """A reader of experts.bin; the caller closes it."""
         return BlockReader(

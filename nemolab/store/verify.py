@@ -10,13 +10,12 @@ import numpy as np
 
 from nemolab.checkpoint import Checkpoint, ExpertBytes
 from nemolab.errors import StoreError
+from nemolab.progress import Progress
 from nemolab.store import direct_io, files
 from nemolab.store.contents import fingerprint, sort_contents
 from nemolab.store.layout import BlockLayout
 from nemolab.store.reader import BlockReader
 from nemolab.store.store import Store
-
-Progress = Callable[[int, int], None]  # (blocks done, blocks in all)
 
 WORKERS = 8
 SAMPLE = 200  # experts compared with the source unless all are asked for
@@ -45,9 +44,10 @@ def verify(
 ) -> VerifyResult:
     """Check a store.
 
-    source  the checkpoint it was made from: 200 experts spread over the store, or `all`, are compared byte for byte
-            (padding and global scales too), and so are every dense tensor and small file. Without it every block and
-            file is re-read and compared with its checksum, `all` or not: that needs no choice, it runs at disk speed.
+    source    the checkpoint it was made from: 200 experts spread over the store, or `all`, are compared byte for byte
+              (padding and global scales too), and so are every dense tensor and small file. Without it every block and
+              file is re-read and compared with its checksum, `all` or not: that needs no choice, it runs at disk speed.
+    progress  called with (blocks done, blocks in all)
     Raises StoreError for what is no store, or one of another model; CheckpointError for a bad source.
     """
     store = store if isinstance(store, Store) else Store.open(store)
