@@ -18,20 +18,10 @@ import nbformat
 
 from nemolab import paths
 from nemolab.errors import NemolabError, UsageError
-from nemolab.report import find_headline, write_report
+from nemolab.report import Outcome, find_headline, write_report
 
 KERNEL = "python3"
 NUMBERED = re.compile(r"(\d\d)_[a-z0-9_]+")
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of one notebook. `error` is one line, empty when it ran through."""
-
-    name: str
-    seconds: float
-    headline: str
-    error: str = ""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import html
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,9 +12,17 @@ if TYPE_CHECKING:
     import nbformat
     import pandas as pd
 
-    from nemolab.notebooks import Outcome
-
 HEADLINE = "nemolab_headline"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one notebook. `error` is one line, empty when it ran through."""
+
+    name: str
+    seconds: float
+    headline: str
+    error: str = ""
 
 
 def headline(text: str) -> None:
@@ -49,7 +58,7 @@ def find_headline(notebook: "nbformat.NotebookNode") -> str:
     return found
 
 
-def write_report(target: Path, outcomes: Sequence["Outcome"], notebooks: Sequence["nbformat.NotebookNode"]) -> None:
+def write_report(target: Path, outcomes: Sequence[Outcome], notebooks: Sequence["nbformat.NotebookNode"]) -> None:
     """Write executed notebooks as one HTML page: a summary that links to each, then all of them in order.
 
     Nothing is fetched when it is opened: figures are inside, and the exporter's links to script hosts are off.
@@ -71,7 +80,7 @@ def write_report(target: Path, outcomes: Sequence["Outcome"], notebooks: Sequenc
     os.replace(partial, target)
 
 
-def _summary(outcomes: Sequence["Outcome"]) -> str:
+def _summary(outcomes: Sequence[Outcome]) -> str:
     lines = [
         "# nemolab report",
         f"Executed {time.strftime('%Y-%m-%d %H:%M')} by `nemolab run`.",
