@@ -115,11 +115,13 @@ def test_only_keeps_notebooks_by_number_or_name(odd_folder):
     def names(only):
         return [path.stem for path in find_notebooks(odd_folder, only)]
 
-    assert names("") == ["00_first", "01_second", "10_third"]
+    assert names(None) == ["00_first", "01_second", "10_third"]
     assert names("10,00") == ["00_first", "10_third"]
     assert names(" 1 , 01_second.ipynb,") == ["01_second"]
     with pytest.raises(UsageError, match="--only 07: no such notebook; there are 00_first, 01_second, 10_third"):
         names("01,07")
+    with pytest.raises(UsageError, match="--only '' names no notebook"):
+        names("")  # an unset shell variable, not all of them
 
 
 def test_a_folder_without_notebooks_says_so(tmp_path):
