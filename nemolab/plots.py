@@ -69,7 +69,7 @@ def use_style() -> None:
 
 
 def ceiling(ax, value: float, label: str, axis: str = "y") -> None:
-    """Mark a limit on an axis: dashed, quiet, named on the line. Say in the label whether it was measured."""
+    """Mark a limit on an axis: dashed, quiet, named on or above it. Say in the label whether it was measured."""
     place = {"ls": "--", "lw": 1, "color": QUIET, "zorder": 1}
     if axis == "y":
         ax.axhline(value, **place)
@@ -77,8 +77,8 @@ def ceiling(ax, value: float, label: str, axis: str = "y") -> None:
     else:
         ax.axvline(value, **place)
         ax.annotate(
-            label, (value, 1.0), xycoords=("data", "axes fraction"), ha="right", va="top", color=QUIET, fontsize=8,
-            rotation=90,
+            label, (value, 1.0), xytext=(0, 3), xycoords=("data", "axes fraction"), textcoords="offset points",
+            ha="center", va="bottom", color=BLACK, fontsize=9,
         )  # fmt: skip
 
 
@@ -97,7 +97,7 @@ def plot_parts(sums: "pd.DataFrame") -> Figure:
         left = left + table[name]
     for row, total in enumerate(left):
         ax.annotate(_short(total), (total, row), xytext=(3, 0), textcoords="offset points", va="center", fontsize=8)
-    ax.set(xlabel=f"stored size ({unit})", xlim=(0, None))
+    ax.set(xlabel=f"stored size ({unit})", xlim=(0, 1.1 * left.max()))
     ax.grid(axis="y", visible=False)
     ax.legend(title="format", loc="lower right")
     return figure
@@ -114,7 +114,9 @@ def plot_bytes_per_token(models: "pd.DataFrame") -> Figure:
     ax.barh(models["model"], models["gb_per_token"], color=[COLOURS[how] for how in models["how"]])
     for row, gb in enumerate(models["gb_per_token"]):
         ax.annotate(f"{gb:.3g}", (gb, row), xytext=(4, 0), textcoords="offset points", va="center")
-    ax.margins(x=0.1)
+        if models["how"].iloc[row] == "this model":  # its bar may be too short to see
+            ax.get_yticklabels()[row].set(color=COLOURS["this model"], fontweight="bold")
+    ax.margins(x=0.15)
     ax.set(xlabel="routed experts read for one token (GB = 10⁹ bytes)", xlim=(0, None))
     ax.grid(axis="y", visible=False)
     ax.legend(handles=_swatches(dict.fromkeys(models["how"])), loc="lower right")
@@ -134,7 +136,7 @@ def plot_blocks(layouts: Sequence["BlockLayout"]) -> Figure:
         for name, start, size, shape in planes:
             bar = ax.barh(row, size / 1024, left=start / 1024, color=COLOURS[name], edgecolor="white", height=0.7)
             if size > layout.block_bytes * 0.15:
-                text = name.replace("_", " ") + (f"\n[{shape[0]:,} × {shape[1]:,}] B" if shape else "")
+                text = name.replace("_", " ") + (f"\n{shape[0]:,} rows of {shape[1]:,} B" if shape else "")
                 ax.bar_label(bar, [text], label_type="center", color="white", fontsize=8)
     padded = any(layout.block_bytes > layout.payload_bytes for layout in layouts)
     ax.set_yticks(range(len(names)), names)
@@ -156,15 +158,13 @@ def plot_agreement(points: "pd.DataFrame", bound: float, must_exceed: float) -> 
     figure, ax = plt.subplots(figsize=(6.4, 1.4 + 0.4 * len(names)))
     for kind, rows in points.groupby("kind", sort=False):
         values = rows["kl_mean"].clip(lower=floor)
-        ax.scatter(
-            values, [names.index(name) for name in rows["name"]], color=COLOURS[kind], s=36, label=kind, zorder=3
-        )
+        ax.scatter(values, [names.index(name) for name in rows["name"]], color=COLOURS[kind], s=36, alpha=0.6, zorder=3)
     ax.set_xscale("log")
     ax.set_yticks(range(len(names)), names)
     ax.set_ylim(-0.6, len(names) - 0.4)
     ax.set_xlabel("mean KL(reference ‖ other) over a text (nats), one dot a text")
-    ceiling(ax, bound, f"bound {bound:g}", axis="x")
-    ceiling(ax, must_exceed, f"must exceed {must_exceed:g}", axis="x")
+    ceiling(ax, bound, f"engine: at most {bound:g}", axis="x")
+    ceiling(ax, must_exceed, f"broken: at least {must_exceed:g}", axis="x")
     return figure
 
 
@@ -175,8 +175,8 @@ def plot_cache(sizes: "pd.DataFrame") -> Figure:
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(7.2, 3.0))
     for ax, column, label in (
-        (left, "hit_rate", "lookups that hit (%)"),
-        (right, "mb_per_token", "read per token (MB = 10⁶ bytes)"),
+        (left, "hit_rate", "decode lookups that hit (%)"),
+        (right, "mb_per_token", "read per decoded token (MB)"),
     ):
         scale = 100 if column == "hit_rate" else 1
         ax.plot(sizes["share"] * 100, sizes[column] * scale, "o-", color=COLOURS["decode"])
