@@ -16,6 +16,7 @@ def pytest_configure(config):
     config.nemolab_cache = tempfile.mkdtemp(prefix="nemolab-tests-")
     os.environ["NEMOLAB_CACHE"] = config.nemolab_cache
     os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch's idle threads would spin beside other programs
     for name in ("NEMOLAB_HOME", "NEMOLAB_MODEL"):
         os.environ.pop(name, None)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import click
 from click.core import ParameterSource
 
-from nemolab.commands.verb import Answer, FiniteRange, PathName, checkpoint_argument, settings, verb
+from nemolab.commands.verb import Answer, FiniteRange, PathName, checkpoint_argument, settings, share_cores, verb
 from nemolab.errors import NemolabError, UsageError
 from nemolab.progress import say
 from nemolab.units import Budget, parse_budget, show_bytes
@@ -57,6 +57,7 @@ def chat(path, prompt, max_tokens, think, ram_cache, store, temperature, top_p, 
     """
     if prompt is None and settings().as_json:
         raise UsageError("chat --json answers one question: add --prompt TEXT")
+    share_cores()
     from nemolab.engine import Engine
 
     budget = ram_cache or Budget()

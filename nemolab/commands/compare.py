@@ -2,7 +2,7 @@
 
 import click
 
-from nemolab.commands.verb import Answer, PathName, checkpoint_argument, table, verb
+from nemolab.commands.verb import Answer, PathName, checkpoint_argument, share_cores, table, verb
 from nemolab.progress import progress_bar
 
 RECORDED = {
@@ -45,6 +45,7 @@ def compare(path, store, texts, record):
       nemolab compare
       nemolab compare /models/nemotron-super --store /nvme/super --json
     """
+    share_cores()
     from nemolab.compare import compare as measure
 
     data = measure(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from nemolab.commands.verb import Answer, PathName, checkpoint_argument, settings, table, verb
+from nemolab.commands.verb import Answer, PathName, checkpoint_argument, settings, share_cores, table, verb
 from nemolab.progress import say
 
 
@@ -30,6 +30,7 @@ def run(path, only, target, save):
       nemolab run --only 01,03
       nemolab run /models/nemotron-super --to /tmp/super-report
     """
+    share_cores()
     from nemolab import paths
     from nemolab.checkpoint import Checkpoint
     from nemolab.notebooks import find_notebooks, run_notebooks
