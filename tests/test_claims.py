@@ -1,11 +1,13 @@
 """The claims ledger: complete, honest in form, and its arithmetic recomputed, one test for each claim that has any."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
 from nemolab.errors import NemolabError
-from nemolab.paths import configs_folder
+from nemolab.measure import latest
+from nemolab.paths import configs_folder, tiny_folder
 from nemolab.plan import check_claims, claims_table, compare_models, plan, read_claims
 from nemolab.plan.claims import CLAIM_IDS, COLUMNS, VERDICTS, Claim
 
@@ -21,6 +23,19 @@ def large():
 @pytest.fixture(scope="module")
 def published():
     return compare_models().set_index("model")
+
+
+@pytest.fixture(scope="module")
+def routing():
+    """What was measured of the shipped model's experts when it was made, by kind of text."""
+    return json.loads((tiny_folder() / "making" / "measurements.json").read_text())["routing"]
+
+
+def percentages(routing, figure) -> list[str]:
+    """A figure on mixed text, and the least and the most of the kinds of text, as the ledger writes them."""
+    means = {domain: 100 * found["mean"][figure] for domain, found in routing.items()}
+    mixed = means.pop("mixed")
+    return [f"{mean:.1f}" for mean in (mixed, min(means.values()), max(means.values()))]
 
 
 def ledger(claim_id, verdict):
@@ -140,6 +155,16 @@ def test_a4_dense_part(large):
     assert newer.routed_bytes == large.routed_bytes
 
 
+def test_a7_guesses(routing):
+    found = ledger("A7", "in kind")
+    assert all(figure in found for figure in percentages(routing, "guess_next_layer"))
+
+
+def test_a8_zeros(routing):
+    found = ledger("A8", "in kind")
+    assert all(figure in found for figure in percentages(routing, "zeros"))
+
+
 def test_a8_up_and_groups_of_down(large):
     up_bytes = 2688 * 1024 * 9 // 16
     group_bytes = 16 * 1024 // 2 + 1024  # 16 neurons of 1024 four-bit values, and their scales
@@ -151,6 +176,22 @@ def test_a12_snapshot(large):
     assert round(large.mamba_state_bytes / 1e6, 1) == 171.0
     assert large.kv_bytes_per_token == 8_192
     assert "171.0 MB" in ledger("A12", "reproduced")
+
+
+def test_a15_texts():
+    found = ledger("A15", "in kind")
+    for text in ("english", "russian", "tcp_udp"):
+        ours, theirs = (latest(f"compare.ppl_{whose}", model="tiny", text=text) for whose in ("engine", "reference"))
+        assert f"{ours['median']:.2f}" in found and ours["median"] == pytest.approx(theirs["median"], rel=1e-6)
+        for kind in ("kl_mean", "kl_mean_decode"):
+            assert latest(f"compare.{kind}", model="tiny", text=text)["median"] <= 1e-6
+    matches = [latest("compare.greedy_match", model="tiny", text=text) for text in ("english", "russian", "tcp_udp")]
+    assert f"{sum(row['median'] for row in matches):.0f}/{3 * matches[0]['settings']['greedy_of']}" in found
+
+
+def test_a16_swapped_nibbles():
+    broken = latest("compare.control_ppl", model="tiny", control="swapped nibbles")
+    assert f"{broken['median']:,.0f}" in ledger("A16", "in kind")
 
 
 def test_b1_qwen_block(published):
