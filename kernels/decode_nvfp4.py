@@ -11,27 +11,24 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from nemolab.checkpoint.formats import GROUP, decode_nvfp4
 from nemolab.errors import EngineError
 from nemolab.kernels import simd
 from nemolab.kernels.jit import jit
 from nemolab.kernels.team import Team
 
 _E2M1_UNIT, _E4M3_UNIT = np.float32(simd.E2M1_UNIT), np.float32(simd.E4M3_UNIT)
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 def decode_rows_torch(packed: torch.Tensor, scales: torch.Tensor, scale_2: float) -> torch.Tensor:
-    """The plain twin: a table for the codes, torch's own E4M3 for the scales."""
-    codes = torch.stack([packed & 15, packed >> 4], dim=-1).long()
-    factor = scales.view(torch.float8_e4m3fn).float() * torch.tensor(scale_2, dtype=torch.float32)
-    values = torch.tensor(_E2M1)[codes].reshape(packed.shape[0], -1, 16) * factor.unsqueeze(-1)
-    return values.reshape(packed.shape[0], -1)
+    """The plain twin: the one that reads checkpoints."""
+    return decode_nvfp4(packed, scales, scale_2)
 
 
 @jit
 def _decode_rows_kernel(part, parts, values, scales, scale_2, out):
     rows, columns = out.shape
-    groups = columns // 16
+    groups = columns // GROUP
     one = simd.address_of(out)
     for row in range(rows * part // parts, rows * (part + 1) // parts):
         at, scale_at, out_at = values + row * columns // 2, scales + row * groups, one + 4 * row * columns
@@ -48,10 +45,10 @@ def decode_rows(team: Team, packed: torch.Tensor, scales: torch.Tensor, scale_2:
     """packed uint8 [rows, columns / 2], scales (one byte each) [rows, columns / 16] -> float32 [rows, columns]."""
     rows, columns = packed.shape[0], packed.shape[1] * 2
     fits = packed.is_contiguous() and scales.is_contiguous() and packed.element_size() == scales.element_size() == 1
-    if not fits or columns % 16 or tuple(scales.shape) != (rows, columns // 16):
+    if not fits or columns % GROUP or tuple(scales.shape) != (rows, columns // GROUP):
         raise EngineError(
             f"NVFP4 bytes {list(packed.shape)} with scales {list(scales.shape)}: contiguous bytes, a width that is a "
-            f"multiple of 16 and scales {[rows, columns // 16]} are needed"
+            f"multiple of {GROUP} and scales {[rows, columns // GROUP]} are needed"
         )
     out = torch.empty(rows, columns)
     team.run(

@@ -20,6 +20,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from nemolab.checkpoint.formats import GROUP
 from nemolab.errors import EngineError
 from nemolab.kernels import simd
 from nemolab.kernels.decode_nvfp4 import decode_rows_torch
@@ -27,10 +28,9 @@ from nemolab.kernels.jit import jit
 from nemolab.kernels.matvec import dot_nvfp4, split_even_odd
 from nemolab.kernels.team import Team
 
-LAYOUTS = {"neuron": 0, "source": 1}
+LAYOUTS = {"neuron": 0, "source": 1}  # what compiled code compares: numbers for the names of `nemolab.store.layout`
 _SOURCE = LAYOUTS["source"]
 _UP_UNIT, _DOWN_UNIT = np.float32(simd.E2M1_UNIT), np.float32(simd.E2M1_UNIT * simd.E4M3_UNIT)
-GROUP = 16
 
 
 def expert_step_torch(blocks, planes, layout: str, scales_2, weights, x: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from nemolab.checkpoint.formats import GROUP
 from nemolab.errors import EngineError
 from nemolab.kernels import simd
 from nemolab.kernels.jit import is_cached, jit
@@ -25,7 +26,7 @@ BF16, F16, F32, FP8, NVFP4 = range(5)
 FORMATS = {"bf16": BF16, "f16": F16, "f32": F32, "fp8": FP8, "nvfp4": NVFP4}
 _VALUE_BITS = {BF16: 16, F16: 16, F32: 32, FP8: 8, NVFP4: 4}
 _E2M1_UNIT, _E4M3_UNIT = np.float32(simd.E2M1_UNIT), np.float32(simd.E4M3_UNIT)
-# One scale serves sixteen codes: there a table beats placing bits (0.14 against 0.16 ns a value), and keeps NaN.
+# One scale serves sixteen codes: there a table beat placing bits, if by little, and it keeps NaN.
 E4M3_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
 
 # What the kernel does with a product.
@@ -65,10 +66,10 @@ def pack(
     Raises EngineError when a tensor's bytes do not match the sizes.
     """
     code = FORMATS[format]
-    if code == NVFP4 and columns % 16:
-        raise EngineError(f"NVFP4 needs columns in groups of 16, found {columns}")
+    if code == NVFP4 and columns % GROUP:
+        raise EngineError(f"NVFP4 needs columns in groups of {GROUP}, found {columns}")
     needed = [(weight, rows * columns * _VALUE_BITS[code] // 8)]
-    needed += [(scales, rows * columns // 16)] if code == NVFP4 else []
+    needed += [(scales, rows * columns // GROUP)] if code == NVFP4 else []
     needed += [(bias, rows * 4)] if bias is not None else []
     for tensor, nbytes in needed:
         found = tensor.numel() * tensor.element_size()
@@ -181,7 +182,7 @@ def multiply_rows(first, last, table, scale, x, y, mode):
         elif code == FP8:
             product = dot_fp8(values + row * columns, x_at, columns)
         elif code == NVFP4:
-            groups = columns // 16
+            groups = columns // GROUP
             product = dot_nvfp4(values + row * columns // 2, scales + row * groups, even_at, odd_at, groups)
         elif code == F32:
             product = dot_f32(values + 4 * row * columns, x_at, columns)
