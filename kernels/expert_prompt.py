@@ -16,10 +16,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from nemolab.checkpoint.formats import GROUP
 from nemolab.errors import EngineError
 from nemolab.kernels import simd
 from nemolab.kernels.decode_nvfp4 import decode_rows_torch
-from nemolab.kernels.expert_step import GROUP, LAYOUTS, gather_source, published_down_torch
+from nemolab.kernels.expert_step import LAYOUTS, gather_source, published_down_torch
 from nemolab.kernels.jit import jit
 from nemolab.kernels.team import Team
 
@@ -130,9 +131,10 @@ def _down(block, layout, inter, width, factor, pairs, h, rows, gathered, gathere
     rows_at, y_at = simd.address_of(rows), simd.address_of(y)
     y[:count] = 0
     neurons, heights = np.empty(GROUP, np.int64), np.empty(GROUP, np.float32)
+    zero = np.int64(0)  # a plain 0 would be a type of its own, for which every callee is compiled again
     for group in range(inter // GROUP):
         first = group * GROUP
-        found = 0
+        found = zero
         for place in range(GROUP):
             for t in range(count):
                 if h[t, first + place] != 0:
@@ -143,7 +145,7 @@ def _down(block, layout, inter, width, factor, pairs, h, rows, gathered, gathere
             continue
         scales_at = scales + group * width
         if layout == _SOURCE:
-            gather_source(values, scales, inter, group, 0, width, neurons, found, gathered, gathered_scales)
+            gather_source(values, scales, inter, group, zero, width, neurons, found, gathered, gathered_scales)
             scales_at = simd.address_of(gathered_scales)
         for place in range(found):
             at = values + (first + neurons[place]) * width // 2
@@ -151,7 +153,7 @@ def _down(block, layout, inter, width, factor, pairs, h, rows, gathered, gathere
                 at = simd.address_of(gathered) + place * width // 2
             _decode_neuron(at, scales_at, width // GROUP, rows_at + 4 * width * neurons[place])
         for t in range(count):
-            found = 0
+            found = zero
             for place in range(GROUP):
                 if h[t, first + place] != 0:
                     neurons[found], heights[found] = place, h[t, first + place]

@@ -61,7 +61,7 @@ def _router_kernel(logits, bias, groups, top_groups, normalise, scaling, key, ex
                 key[first] = held
         chosen = np.zeros(groups, np.bool_)
         for _ in range(top_groups):
-            best = _largest(best_two, 0, groups)
+            best = _largest(best_two, np.int64(0), groups)
             chosen[best] = True
             best_two[best] = -np.inf
         for e in range(count):
@@ -69,7 +69,7 @@ def _router_kernel(logits, bias, groups, top_groups, normalise, scaling, key, ex
                 key[e] = -np.inf
     total = np.float32(0)
     for rank in range(experts.shape[0]):
-        e = _largest(key, 0, count)
+        e = _largest(key, np.int64(0), count)
         key[e] = -np.inf
         experts[rank] = e
         weights[rank] = np.float32(1) / (np.float32(1) + math.exp(-logits[e]))
