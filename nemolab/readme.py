@@ -65,10 +65,13 @@ def correctness_table() -> str:
     """The engine beside transformers in fp32, from the newest recorded comparison of the shipped model."""
     from nemolab.measure import latest, read_rows
 
-    newest = latest("compare.kl_mean", model="tiny")
-    texts = list(dict.fromkeys(settings["text"] for settings in read_rows("compare.kl_mean")["settings"]))
-    rows = []
-    for text in texts:
+    def names(measured: str, of: str) -> list[str]:
+        """What was compared of the shipped model; rows of other models may stand beside."""
+        all_settings = read_rows(measured)["settings"]
+        return list(dict.fromkeys(settings[of] for settings in all_settings if settings["model"] == "tiny"))
+
+    rows, taken = [], []
+    for text in names("compare.kl_mean", "text"):
         got = {
             name: latest(f"compare.{name}", model="tiny", text=text)
             for name in ("ppl_reference", "ppl_engine", "kl_mean", "kl_mean_decode", "greedy_match")
@@ -86,6 +89,7 @@ def correctness_table() -> str:
                 f"{value['greedy_match']:.0f}/{settings['greedy_of']}",
             ]
         )
+        taken.append(got["kl_mean"])
     headers = [
         "text",
         "tokens scored:",
@@ -95,49 +99,63 @@ def correctness_table() -> str:
         "mean KL, decode:",
     ]
     table = markdown_table([*headers, "greedy:"], rows)
-    controls = dict.fromkeys(settings["control"] for settings in read_rows("compare.control_ppl")["settings"])
-    broken = [f"{name} {latest('compare.control_ppl', model='tiny', control=name)['median']:,.0f}" for name in controls]
-    return (
-        f"{_taken(newest)}.\n\n{table}\n\n"
-        f"The same measure on models broken on purpose (PPL over all texts): {', '.join(broken)}."
-    )
+    broken = {
+        name: latest("compare.control_ppl", model="tiny", control=name)
+        for name in names("compare.control_ppl", "control")
+    }
+    taken += broken.values()
+    worse = ", ".join(f"{name} {row['median']:,.0f}" for name, row in broken.items())
+    return f"{_taken(taken)}.\n\n{table}\n\nThe same measure on models broken on purpose (PPL over all texts): {worse}."
 
 
 def speed_table() -> str:
     """Decode and experts, as ratios to a rival in the same run, from the newest recorded benchmarks."""
     from nemolab.measure import latest
 
-    rows = []
-    newest = latest("decode.ratio", model="tiny")
+    experts = "44 experts of Nemotron-3-Super's shape"
+    all_active, few_active = ({"shape": "super", "active": partial(isclose, a, abs_tol=0.01)} for a in (1.0, 0.075))
     cases = [
-        ("decode of data/tiny, everything cached", "transformers fp32", "decode", "transformers", {"model": "tiny"})
+        ("decode of data/tiny, everything cached", "transformers fp32", "decode", "transformers", {"model": "tiny"}),
+        (f"{experts}, all neurons active", "torch fp32", "expert", "torch_f32", all_active),
+        (f"{experts}, 7.5 % of neurons active", "torch fp32", "expert", "torch_f32", few_active),
     ]
-    for active, what in ((1.0, "all neurons active"), (0.075, "7.5 % of neurons active")):
-        experts = f"44 experts of Nemotron-3-Super's shape, {what}"
-        cases.append(
-            (
-                experts,
-                "torch fp32",
-                "expert",
-                "torch_f32",
-                {"shape": "super", "active": partial(isclose, active, abs_tol=0.01)},
-            )
-        )
+    rows, taken = [], []
     for what, rival, name, row_of_rival, settings in cases:
         theirs, ours, ratio = (latest(f"{name}.{part}", **settings) for part in (row_of_rival, "engine", "ratio"))
         rows.append([what, rival, _spread(theirs), _spread(ours), _spread(ratio), len(ratio["values"])])
+        taken.append(ratio)
     headers = ["what", "baseline", "baseline, ms:", "nemolab, ms:", "times faster:", "samples:"]
-    threads = newest["settings"]["threads"]
-    how = f"{_taken(newest)}, {threads} threads. Median (least to most); both sides in turns in one run."
-    return f"{how}\n\n{markdown_table(headers, rows)}"
+    threads = " or ".join(dict.fromkeys(str(row["settings"]["threads"]) for row in taken))
+    how = f"{_taken(taken)}; {threads} threads. Median (least to most); both sides in turns in one run."
+    engine, cached = (latest(f"expert.{part}", **all_active) for part in ("engine", "cached"))
+    gb_s = _bandwidth_of(engine)
+    read_bytes = engine["settings"]["bytes_read"]
+    floor_ms = read_bytes / gb_s / 1e6
+    bound = (
+        f"What bounds the experts (all neurons active): their {read_bytes:,} bytes at the {gb_s:.1f} GB/s measured in the"
+        f" same run would take {floor_ms:.1f} ms; the same work on one block over and over, out of a cache, takes"
+        f" {cached['median']:.1f} ms. So it is {'decoding' if cached['median'] > floor_ms else 'memory'}."
+    )
+    return f"{how}\n\n{markdown_table(headers, rows)}\n\n{bound}"
 
 
-def _taken(row) -> str:
-    """Machine, day and code of a row."""
+def _bandwidth_of(row) -> float:
+    """GB/s read from memory in the run of a row: the measurement recorded right after it."""
+    from nemolab.measure import read_rows
+
+    measured = read_rows("expert.read_bandwidth")
+    return measured[measured["time"] >= row["time"]].iloc[0]["median"]
+
+
+def _taken(rows) -> str:
+    """Machine, day and code of rows that share a table; what differs between them is all said."""
     from nemolab.measure import one_line
 
-    dirty = " with changes" if row["dirty"] else ""
-    return f"{one_line(row['machine'])}; {row['time'][:10]}, commit {row['commit']}{dirty}"
+    machines = dict.fromkeys(one_line(row["machine"]) for row in rows)
+    codes = dict.fromkeys(
+        f"{row['time'][:10]}, commit {row['commit']}{' with changes' if row['dirty'] else ''}" for row in rows
+    )
+    return "; ".join([*machines, *codes])
 
 
 def _spread(row) -> str:
