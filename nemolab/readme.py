@@ -132,8 +132,8 @@ def speed_table() -> str:
     read_bytes = engine["settings"]["bytes_read"]
     floor_ms = read_bytes / gb_s / 1e6
     bound = (
-        f"What bounds the experts (all neurons active): their {read_bytes:,} bytes at the {gb_s:.1f} GB/s measured in the"
-        f" same run would take {floor_ms:.1f} ms; the same work on one block over and over, out of a cache, takes"
+        f"What bounds the experts (all neurons active): their {read_bytes:,} bytes at the {gb_s:.1f} GB/s measured in"
+        f" the same run would take {floor_ms:.1f} ms; the same work on one block over and over, out of a cache, takes"
         f" {cached['median']:.1f} ms. So it is {'decoding' if cached['median'] > floor_ms else 'memory'}."
     )
     return f"{how}\n\n{markdown_table(headers, rows)}\n\n{bound}"
