@@ -1,11 +1,13 @@
 """The main job by command on the shipped model: repack, verify, chat, compare, with the keys that scripts rely on."""
 
 import json
+import math
 import shutil
 
 import pytest
 
 from nemolab.cli import main
+from nemolab.commands.compare import RECORDED, record_comparison
 
 
 @pytest.fixture
@@ -92,3 +94,16 @@ def test_compare_gives_the_figures_that_scripts_rely_on(call, store, tmp_path):
     assert len(found["controls"]) >= 3 and found["deterministic"] is True
     for control in found["controls"]:
         assert {"name", "ppl", "failed_as_it_must"} <= set(control) and control["failed_as_it_must"] is True
+
+
+def test_recorded_comparisons_keep_what_is_finite(monkeypatch, capsys):
+    """A broken model may have an infinite perplexity: that costs its own row, not those of the others."""
+    rows = []
+    monkeypatch.setattr("nemolab.measure.record", lambda *row: rows.append(row))
+    text = dict.fromkeys(RECORDED, 0.5) | {"name": "short", "tokens": 9, "greedy_of": 64}
+    control = {"name": "swapped nibbles", "ppl": math.inf, "kl_mean_least": 3.0}
+    record_comparison({"model": "m", "threads": 2, "store_layout": "neuron", "texts": [text], "controls": [control]})
+    settings = {"model": "m", "threads": 2, "layout": "neuron", "control": "swapped nibbles"}
+    assert rows[-1] == ("compare.control_kl_mean_least", [3.0], "nats", settings)
+    assert [row[0] for row in rows[:-1]] == [f"compare.{name}" for name in RECORDED]
+    assert "compare.control_ppl is inf" in capsys.readouterr().err

@@ -1,9 +1,11 @@
 """`nemolab compare`: the engine against transformers in fp32, with controls that must fail."""
 
+import math
+
 import click
 
 from nemolab.commands.verb import Answer, PathName, checkpoint_argument, share_cores, table, verb
-from nemolab.progress import progress_bar
+from nemolab.progress import progress_bar, say
 
 RECORDED = {
     "ppl_engine": "perplexity",
@@ -75,13 +77,19 @@ def compare(path, store, texts, record):
 
 
 def record_comparison(data: dict) -> None:
-    """Rows of `data/measurements/compare.jsonl`: one a text and figure, one a control."""
+    """Rows of `data/measurements/compare.jsonl`: one a text and figure, two a control; what is infinite has no row."""
     from nemolab.measure import record
 
-    model = {"model": data["model"]}
+    def keep(name: str, value: float, unit: str, **settings) -> None:
+        if math.isfinite(value):
+            record(f"compare.{name}", [value], unit, {**shared, **settings})
+        else:
+            say(f"compare.{name} is {value} and has no row: {settings}")
+
+    shared = {"model": data["model"], "threads": data["threads"], "layout": data["store_layout"]}
     for text in data["texts"]:
         for name, unit in RECORDED.items():
-            settings = model | {"text": text["name"], "tokens": text["tokens"], "greedy_of": text["greedy_of"]}
-            record(f"compare.{name}", [text[name]], unit, settings)
+            keep(name, text[name], unit, text=text["name"], tokens=text["tokens"], greedy_of=text["greedy_of"])
     for control in data["controls"]:
-        record("compare.control_ppl", [control["ppl"]], "perplexity", model | {"control": control["name"]})
+        keep("control_ppl", control["ppl"], "perplexity", control=control["name"])
+        keep("control_kl_mean_least", control["kl_mean_least"], "nats", control=control["name"])
