@@ -112,6 +112,19 @@ def test_plan_takes_the_expert_format_as_an_option(call, root_path):
     assert sizes == {"nvfp4": values * 9 // 16, "mxfp4": values * 17 // 32, "fp8": values, "bf16": values * 2}
 
 
+def test_choices_are_those_of_the_package():
+    """They stand in the options once more, because importing the package takes a second and `--help` must not."""
+    from nemolab.kernels import expert_step
+    from nemolab.plan.precision import EXPERTS_AS
+    from nemolab.store.layout import LAYOUTS
+
+    def choices(verb, option):
+        return next(tuple(found.type.choices) for found in root.commands[verb].params if option in found.opts)
+
+    assert choices("plan", "--experts-as") == EXPERTS_AS
+    assert choices("repack", "--layout") == LAYOUTS == tuple(expert_step.LAYOUTS)
+
+
 def test_inventory_sums_up_to_the_files(call, tiny_path):
     code, out, _ = call("inventory", "--json")
     inventory = json.loads(out)
