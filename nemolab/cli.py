@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
         return _fail(settings, error, "interrupted", 130)
     except click.ClickException as error:
         hint = f"; see `{error.ctx.command_path} --help`" if getattr(error, "ctx", None) else ""
-        return _fail(settings, error, error.format_message() + hint, error.exit_code)
+        return _fail(settings, error, error.format_message().rstrip(".") + hint, error.exit_code)
     except UsageError as error:
         return _fail(settings, error, str(error), 2)
     except NemolabError as error:

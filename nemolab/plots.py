@@ -3,7 +3,7 @@
 Every function takes the numbers it draws, returns the Figure and reads nothing from disk.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import matplotlib.pyplot as plt
@@ -182,21 +182,6 @@ def plot_cache(sizes: "pd.DataFrame") -> Figure:
         ax.plot(sizes["share"] * 100, sizes[column] * scale, "o-", color=COLOURS["decode"])
         ax.set(xlabel="experts that fit in RAM (% of all)", ylabel=label, xlim=(0, 105), ylim=(0, None))
     left.set_ylim(0, 105)
-    return figure
-
-
-def plot_training(log: "pd.DataFrame", columns: Mapping[str, str]) -> Figure:
-    """Loss while a model was trained.
-
-    log      columns seconds and those named in `columns`; gaps (NaN) are left out
-    columns  column -> label
-    """
-    figure, ax = plt.subplots()
-    for column, label in columns.items():
-        known = log[["seconds", column]].dropna()
-        ax.plot(known["seconds"], known[column], label=label, lw=1.5)
-    ax.set(xlabel="training time (s)", ylabel="loss (nats per token)")
-    ax.legend()
     return figure
 
 

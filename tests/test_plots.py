@@ -30,14 +30,12 @@ POINTS = pd.DataFrame(
     }
 )
 CACHE = pd.DataFrame({"share": [0.1, 1.0], "hit_rate": [0.2, 0.9], "mb_per_token": [3.0, 0.1]})
-LOG = pd.DataFrame({"seconds": [0, 1, 2], "loss": [3.0, float("nan"), 1.0]})
 FIGURES = {
     "parts": lambda: plots.plot_parts(SUMS),
     "bytes_per_token": lambda: plots.plot_bytes_per_token(MODELS),
     "blocks": lambda: plots.plot_blocks([BlockLayout("source", 48, 32), BlockLayout("neuron", 48, 32)]),
     "agreement": lambda: plots.plot_agreement(POINTS, 1e-6, 0.1),
     "cache": lambda: plots.plot_cache(CACHE),
-    "training": lambda: plots.plot_training(LOG, {"loss": "training"}),
 }
 
 
