@@ -5,7 +5,7 @@ A name has one or two parts, `decode` or `compare.kl_mean`; rows that share the 
 | field    | what                                                                     |
 |----------|--------------------------------------------------------------------------|
 | name     | what was measured                                                         |
-| unit     | of `values`: s, ms, bytes, nats, ratio, ...                               |
+| unit     | of `values`: ms, ms/token, GB/s, nats, ratio, ...                         |
 | values   | raw samples, never a mean                                                 |
 | settings | everything that was chosen: model, text, cache, threads, cold or warm ... |
 | machine  | `machine()`                                                               |
