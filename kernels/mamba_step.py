@@ -39,8 +39,14 @@ def mamba_step_torch(projected, conv_weight, conv_bias, conv_state, a, d, dt_bia
     dt = F.softplus(dt + dt_bias).clamp(*dt_limit)
     ssm.mul_(torch.exp(dt * a)[:, None, None]).add_((dt[:, None] * x)[..., None] * b[:, None])
     y = (ssm @ c[..., None])[..., 0] + d[:, None] * x
-    gated = (y.flatten() * F.silu(z)).view(groups, -1)
-    return (gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + eps)).flatten() * norm
+    return gated_rms_norm_torch(y.flatten(), z, norm, groups, eps)
+
+
+def gated_rms_norm_torch(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, groups: int, eps: float):
+    """The gate, then the norm in each of `groups` equal parts of the last axis, then the weight. Prompts run it."""
+    gated = (x * F.silu(gate)).unflatten(-1, (groups, -1))
+    normed = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + eps)
+    return normed.flatten(-2) * weight
 
 
 @jit

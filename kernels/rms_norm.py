@@ -16,8 +16,8 @@ from nemolab.kernels.matvec import dot_f32
 
 
 def rms_norm_torch(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """The plain twin."""
-    return x * torch.rsqrt(x.square().mean() + eps) * weight
+    """The plain twin, over the last axis: prompts run it, x [tokens, n]."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
 @jit

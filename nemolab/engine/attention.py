@@ -5,12 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from nemolab.engine.norm import rms_norm
 from nemolab.engine.state import AttentionState
 from nemolab.engine.weights import DenseWeights
 from nemolab.kernels.attention_step import attention_step
 from nemolab.kernels.matvec import ADD
-from nemolab.kernels.rms_norm import rms_norm as rms_norm_step
+from nemolab.kernels.rms_norm import rms_norm, rms_norm_torch
 from nemolab.kernels.team import Team
 
 SCORES_BYTES = 64 * 2**20  # float32 scores held at once: the queries of a long prompt go in pieces ...
@@ -40,7 +39,7 @@ class AttentionLayer:
 
     def step(self, team: Team, x: np.ndarray, state: AttentionState) -> None:
         """One token: x float32 [hidden] plus the mixer's output, in place; its key and value are appended."""
-        rms_norm_step(x, self._norm, self._eps, self._h)
+        rms_norm(x, self._norm, self._eps, self._h)
         state.reserve(1)
         self.q_proj.multiply(self._h, self._q)
         self.k_proj.multiply(self._h, state.key_array[state.tokens])
@@ -56,7 +55,7 @@ class AttentionLayer:
     def prompt(self, x: torch.Tensor, state: AttentionState) -> torch.Tensor:
         """x [tokens, hidden] -> x plus the mixer's output, in place; keys and values are appended."""
         tokens, before = x.shape[0], state.tokens
-        h = rms_norm(x, self.norm, self.eps)
+        h = rms_norm_torch(x, self.norm, self.eps)
         state.reserve(tokens)
         state.keys[before : before + tokens] = self.k_proj.apply(h)
         state.values[before : before + tokens] = self.v_proj.apply(h)

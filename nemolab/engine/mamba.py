@@ -9,12 +9,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from nemolab.engine.norm import gated_rms_norm, rms_norm
 from nemolab.engine.state import MambaState
 from nemolab.engine.weights import DenseWeights
-from nemolab.kernels.mamba_step import MambaStep
+from nemolab.kernels.mamba_step import MambaStep, gated_rms_norm_torch
 from nemolab.kernels.matvec import ADD
-from nemolab.kernels.rms_norm import rms_norm as rms_norm_step
+from nemolab.kernels.rms_norm import rms_norm, rms_norm_torch
 from nemolab.kernels.team import Team
 
 CHUNK = 64  # tokens whose mutual influence is computed at once, as a matrix
@@ -57,7 +56,7 @@ class MambaLayer:
 
     def step(self, team: Team, x: np.ndarray, state: MambaState) -> None:
         """One token: x float32 [hidden] plus the mixer's output, in place; the state moves on."""
-        rms_norm_step(x, self._norm, self._eps, self._h)
+        rms_norm(x, self._norm, self._eps, self._h)
         self.in_proj.multiply(self._h, self._projected)
         self._step.run(team, self._projected, state.conv_array, state.ssm_array, self._y)
         self.out_proj.multiply(self._y, x, ADD)
@@ -66,7 +65,7 @@ class MambaLayer:
         """x [tokens, hidden] -> x plus the mixer's output, in place; the state moves on by these tokens."""
         for start in range(0, x.shape[0], PIECE_TOKENS):
             piece = x[start : start + PIECE_TOKENS]
-            piece += self._mix(rms_norm(piece, self.norm, self.eps), state)
+            piece += self._mix(rms_norm_torch(piece, self.norm, self.eps), state)
         return x
 
     def _mix(self, x: torch.Tensor, state: MambaState) -> torch.Tensor:
@@ -86,7 +85,7 @@ class MambaLayer:
             self.d,
             state.ssm,
         )
-        y = gated_rms_norm(y.reshape(tokens, self.inner), gate, self.gated_norm, self.groups, self.eps)
+        y = gated_rms_norm_torch(y.reshape(tokens, self.inner), gate, self.gated_norm, self.groups, self.eps)
         return self.out_proj.apply(y)
 
 

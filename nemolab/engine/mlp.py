@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from nemolab.engine.norm import rms_norm
 from nemolab.engine.weights import DenseWeights
 from nemolab.kernels.matvec import ADD, RELU2
-from nemolab.kernels.rms_norm import rms_norm as rms_norm_step
+from nemolab.kernels.rms_norm import rms_norm, rms_norm_torch
 from nemolab.kernels.team import Team
 
 PIECE_TOKENS = 1024
@@ -45,12 +44,12 @@ class MlpLayer:
 
     def step(self, team: Team, x: np.ndarray, state: None = None) -> None:
         """One token: x float32 [hidden] plus the MLP's output, in place."""
-        rms_norm_step(x, self._norm, self._eps, self._h)
+        rms_norm(x, self._norm, self._eps, self._h)
         self.mlp.add_step(self._h, x)
 
     def prompt(self, x: torch.Tensor, state: None = None) -> torch.Tensor:
         """x [tokens, hidden] -> x plus the MLP's output, in place."""
         for start in range(0, x.shape[0], PIECE_TOKENS):
             piece = x[start : start + PIECE_TOKENS]
-            piece += self.mlp.apply(rms_norm(piece, self.norm, self.eps))
+            piece += self.mlp.apply(rms_norm_torch(piece, self.norm, self.eps))
         return x

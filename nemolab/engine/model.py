@@ -9,11 +9,10 @@ from nemolab.engine.attention import AttentionLayer
 from nemolab.engine.mamba import MambaLayer
 from nemolab.engine.mlp import MlpLayer
 from nemolab.engine.moe import MoeLayer
-from nemolab.engine.norm import rms_norm
 from nemolab.engine.state import State
 from nemolab.engine.weights import DenseWeights
 from nemolab.errors import EngineError
-from nemolab.kernels.rms_norm import rms_norm as rms_norm_step
+from nemolab.kernels.rms_norm import rms_norm, rms_norm_torch
 from nemolab.kernels.team import Team
 
 # What the kernels compute, by the config's field: an activation under another name is another model.
@@ -54,7 +53,7 @@ class Model:
         for layer, layer_state in zip(self.layers, state.layers, strict=True):
             x = layer.prompt(x, layer_state)
         state.tokens += ids.shape[0]
-        return rms_norm(x, self.norm, self.config.layer_norm_epsilon)
+        return rms_norm_torch(x, self.norm, self.config.layer_norm_epsilon)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Normed hidden states [tokens, hidden] -> logits [tokens, vocab] float32."""
@@ -66,7 +65,7 @@ class Model:
         for layer, layer_state in zip(self.layers, state.layers, strict=True):
             layer.step(self.team, x, layer_state)
         state.tokens += 1
-        rms_norm_step(x, self._norm, self._eps, self._h)
+        rms_norm(x, self._norm, self._eps, self._h)
         logits = np.empty(self.head.rows, np.float32)
         self.head.multiply(self._h, logits)
         return torch.from_numpy(logits)

@@ -10,12 +10,11 @@ import numpy as np
 import torch
 
 from nemolab.engine.mlp import PIECE_TOKENS, Mlp
-from nemolab.engine.norm import rms_norm
 from nemolab.engine.weights import DenseWeights
 from nemolab.kernels.expert_prompt import expert_prompt
 from nemolab.kernels.expert_step import ExpertStep
 from nemolab.kernels.matvec import ADD
-from nemolab.kernels.rms_norm import rms_norm as rms_norm_step
+from nemolab.kernels.rms_norm import rms_norm, rms_norm_torch
 from nemolab.kernels.router_step import RouterStep, router_step_torch
 from nemolab.kernels.simd import array_address
 from nemolab.kernels.team import Team
@@ -60,7 +59,7 @@ class MoeLayer:
     def step(self, team: Team, x: np.ndarray, state: None = None) -> None:
         """One token: x float32 [hidden] plus the layer's output, in place."""
         h = self._h
-        rms_norm_step(x, self._norm, self._eps, h)
+        rms_norm(x, self._norm, self._eps, h)
         self.gate.multiply(h, self._logits)
         experts, weights = self._router.run(self._logits, self._bias)
         rows = self.cache.lookup_rows(self.ordinal, experts.tolist(), "decode")
@@ -80,7 +79,7 @@ class MoeLayer:
 
     def prompt(self, x: torch.Tensor, state: None = None) -> torch.Tensor:
         """x [tokens, hidden] -> x plus the layer's output, in place; each needed expert is read at most once."""
-        h = rms_norm(x, self.norm, self.eps)
+        h = rms_norm_torch(x, self.norm, self.eps)
         experts, weights = router_step_torch(self.gate.apply(h), self.gate_bias, *self.routing)
         latent = self.latent_down.apply(h) if self.latent_down else h
         routed = self._routed_prompt(latent, experts, weights)
