@@ -7,7 +7,7 @@ from synthetic import write_checkpoint, write_small_files
 
 from nemolab.engine import Engine
 from nemolab.engine.chat import Tokenizer, clean_messages, opens_thinking
-from nemolab.errors import EngineError
+from nemolab.errors import EngineError, NemolabError
 
 ASK = [{"role": "user", "content": "What is TCP?"}]
 
@@ -146,10 +146,20 @@ def test_a_missing_tokenizer_matters_only_for_text(folder):
         tokenizer.encode("a")
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"ab\xff", "not UTF-8 at byte 2"), (b" " * (2**20 + 1), "1,048,577 bytes; a template has")],
+)
+def test_a_template_that_is_no_text_or_endless_is_refused(folder, content, message):
+    (folder / "chat_template.jinja").write_bytes(content)
+    with pytest.raises(EngineError, match=message):
+        tokenizer_of(folder)
+
+
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 def test_files_that_are_no_json_are_named(folder, name):
     (folder / name).write_text("{not json")
-    with pytest.raises(EngineError, match=name):
+    with pytest.raises(NemolabError, match=name):
         tokenizer_of(folder).encode("a")
 
 

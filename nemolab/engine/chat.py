@@ -15,9 +15,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from nemolab.checkpoint.json_files import read_json
 from nemolab.engine.text_stream import CLOSE, OPEN
 from nemolab.errors import EngineError
 
+TEMPLATE_LIMIT_BYTES = 2**20  # honest ones have some 10 KB
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -128,7 +130,7 @@ class Tokenizer:
     def _read_template(self) -> str:
         path = self._find("chat_template.jinja")
         if path is not None:
-            return path.read_text(encoding="utf-8")
+            return _read_text(path)
         found = self._settings.get("chat_template") or self._json("chat_template.json").get("chat_template")
         if isinstance(found, list):  # several, by name
             named = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
@@ -140,15 +142,19 @@ class Tokenizer:
 
     def _json(self, name: str) -> dict[str, Any]:
         path = self._find(name)
-        if path is None:
-            return {}
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as problem:
-            raise EngineError(f"{path} is no JSON: {problem}") from None
-        if not isinstance(found, dict):
-            raise EngineError(f"{path} holds a {type(found).__name__}; an object was expected")
-        return found
+        return {} if path is None else read_json(path)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        size_bytes = path.stat().st_size
+        if size_bytes > TEMPLATE_LIMIT_BYTES:
+            raise EngineError(f"{path} has {size_bytes:,} bytes; a template has at most {TEMPLATE_LIMIT_BYTES:,}")
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as problem:
+        raise EngineError(f"{path} is not UTF-8 at byte {problem.start}") from None
+    except OSError as problem:
+        raise EngineError(f"{path} cannot be read: {problem.strerror or problem}") from None
 
 
 def opens_thinking(prompt: str) -> bool:
