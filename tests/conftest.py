@@ -3,6 +3,7 @@
 import mmap
 import os
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
@@ -17,6 +18,9 @@ def pytest_configure(config):
     os.environ["NEMOLAB_CACHE"] = config.nemolab_cache
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch's idle threads would spin beside other programs
+    # A shell's background job ignores Ctrl-C and hands that on; tests of interrupts need it, here and in children.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     for name in ("NEMOLAB_HOME", "NEMOLAB_MODEL"):
         os.environ.pop(name, None)
 
