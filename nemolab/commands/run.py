@@ -100,6 +100,7 @@ def lab(path, port, no_browser):
     data = {"command": command, "folder": str(folder), "model": str(path)}
     if settings().as_json:
         return Answer(data)
+    share_cores()
     environment = {
         **os.environ,
         "NEMOLAB_HOME": str(paths.home()),
