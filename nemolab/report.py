@@ -75,6 +75,8 @@ def write_report(target: Path, outcomes: Sequence[Outcome], notebooks: Sequence[
     merged = nbformat.v4.new_notebook(cells=cells, metadata=notebooks[0].metadata)
     exporter = HTMLExporter(**{name: "" for name in HTMLExporter.class_trait_names() if name.endswith("_url")})
     body, _ = exporter.from_notebook_node(merged, resources={"metadata": {"name": "nemolab report"}})
+    for outcome in outcomes:  # links between notebooks stay within the page
+        body = body.replace(f'href="{outcome.name}.ipynb"', f'href="#{outcome.name}"')
     partial = target.with_name(target.name + ".partial")
     partial.write_text(body, encoding="utf-8")
     os.replace(partial, target)

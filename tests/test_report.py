@@ -57,6 +57,18 @@ def test_notebooks_run_in_order_with_this_python_and_the_chosen_model(odd_folder
     assert any("image/png" in output.get("data", {}) for output in second.outputs), "figures land in the notebook"
 
 
+def test_links_between_notebooks_stay_within_the_report(tmp_path):
+    from nemolab.notebooks import Outcome
+    from nemolab.report import write_report
+
+    text = "[next](01_second.ipynb), [not here](02_third.ipynb)"
+    notebooks = [nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(text)]), nbformat.v4.new_notebook()]
+    outcomes = [Outcome("00_first", 1.0, ""), Outcome("01_second", 1.0, "")]
+    write_report(tmp_path / "report.html", outcomes, notebooks)
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert '<a href="#01_second">next</a>' in page and '<a href="02_third.ipynb">not here</a>' in page
+
+
 def test_the_report_holds_all_notebooks_and_fetches_nothing(odd_folder, tmp_path):
     write_notebook(odd_folder, "00_first", "print('from the first')")
     write_notebook(odd_folder, "01_second", HEADLINE, "print('from the second')")
