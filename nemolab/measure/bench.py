@@ -64,6 +64,7 @@ def bench_decode(path: str | Path, tokens: int = 64, repeats: int = 5, threads: 
             "prompt_tokens": PROMPT_TOKENS,
             "threads": engine.threads,
             "transformers_threads": theirs_threads,
+            "transformers_experts": model.config._experts_implementation,
             "experts": "all cached" if misses == 0 else f"{misses} misses",
             "layout": engine.store.layout,
         }
@@ -267,4 +268,5 @@ def _plain_transformers(path: str | Path):
         with torch.device("meta"):
             model = NemotronHForCausalLM(transformers_config(checkpoint.config)).eval()
         model.load_state_dict(state, strict=True, assign=True)
+        model.set_experts_implementation("grouped_mm")  # what transformers takes by itself; the reference's is eager
     return model
