@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import click
 from click.core import ParameterSource
 
-from nemolab.commands.verb import Answer, FiniteRange, PathName, checkpoint_argument, settings, share_cores, verb
+from nemolab.commands.verb import Answer, FiniteRange, checkpoint_argument, settings, share_cores, store_option, verb
 from nemolab.errors import NemolabError, UsageError
 from nemolab.progress import say
 from nemolab.units import Budget, parse_budget, show_bytes
@@ -31,13 +31,7 @@ def _budget(context, parameter, value) -> Budget | None:
     metavar="SIZE|Nslots",
     help="RAM for experts: 4GiB, 500MiB, 2GB or 48slots (blocks). Default: the engine's choice.",
 )
-@click.option(
-    "--store",
-    type=PathName(),
-    default=None,
-    metavar="STORE",
-    help="Use this store; else one is made in the cache folder.",
-)
+@store_option
 @click.option("--temperature", type=FiniteRange(min=0), default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--top-p", type=FiniteRange(0, 1, min_open=True), default=1.0, show_default=True)
 @click.option("--top-k", type=click.IntRange(min=0), default=0, show_default=True, help="0 is no limit.")

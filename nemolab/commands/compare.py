@@ -4,7 +4,7 @@ import math
 
 import click
 
-from nemolab.commands.verb import Answer, PathName, checkpoint_argument, share_cores, table, verb
+from nemolab.commands.verb import Answer, PathName, checkpoint_argument, share_cores, store_option, table, verb
 from nemolab.progress import progress_bar, say
 
 RECORDED = {
@@ -19,13 +19,7 @@ RECORDED = {
 
 @verb("compare")
 @checkpoint_argument
-@click.option(
-    "--store",
-    type=PathName(),
-    default=None,
-    metavar="STORE",
-    help="Use this store; else one is made in the cache folder.",
-)
+@store_option
 @click.option(
     "--texts",
     type=PathName(),

@@ -145,6 +145,15 @@ class PathName(click.ParamType):
             self.fail(str(error), parameter, context)
 
 
+store_option = click.option(
+    "--store",
+    type=PathName(),
+    default=None,
+    metavar="STORE",
+    help="Use this store; else one is made in the cache folder.",
+)
+
+
 class FiniteRange(click.FloatRange):
     """A number within bounds. NaN passes click's own comparison, infinity its open end."""
 
