@@ -14,5 +14,5 @@ Prompts:
     expert_prompt     routed experts on all their tokens
     decode_nvfp4      a matrix to float32, for torch to multiply
 
-`jit` says how they are compiled, `warm_up` compiles them all, `read_memory` measures the floor under them.
+`nemolab.jit` says how they are compiled, `warm_up` compiles them all, `read_memory` measures the floor under them.
 """

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from nemolab.errors import EngineError
+from nemolab.jit import jit
 from nemolab.kernels import simd
-from nemolab.kernels.jit import jit
 from nemolab.kernels.matvec import dot_f32
 from nemolab.kernels.team import Team
 

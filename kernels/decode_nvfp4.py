@@ -13,8 +13,8 @@ import torch
 
 from nemolab.checkpoint.formats import GROUP, decode_nvfp4
 from nemolab.errors import EngineError
+from nemolab.jit import jit
 from nemolab.kernels import simd
-from nemolab.kernels.jit import jit
 from nemolab.kernels.team import Team
 
 _E2M1_UNIT, _E4M3_UNIT = np.float32(simd.E2M1_UNIT), np.float32(simd.E4M3_UNIT)

@@ -18,10 +18,10 @@ import torch
 
 from nemolab.checkpoint.formats import GROUP
 from nemolab.errors import EngineError
+from nemolab.jit import jit
 from nemolab.kernels import simd
 from nemolab.kernels.decode_nvfp4 import decode_rows_torch
 from nemolab.kernels.expert_step import LAYOUTS, gather_source, published_down_torch
-from nemolab.kernels.jit import jit
 from nemolab.kernels.team import Team
 
 TOKENS = 64  # tokens of an expert worked on at once

@@ -22,9 +22,9 @@ import torch
 
 from nemolab.checkpoint.formats import GROUP
 from nemolab.errors import EngineError
+from nemolab.jit import jit
 from nemolab.kernels import simd
 from nemolab.kernels.decode_nvfp4 import decode_rows_torch
-from nemolab.kernels.jit import jit
 from nemolab.kernels.matvec import dot_nvfp4, split_even_odd
 from nemolab.kernels.team import Team
 

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 
 from nemolab.errors import EngineError
+from nemolab.jit import jit
 from nemolab.kernels import simd
-from nemolab.kernels.jit import jit
 from nemolab.kernels.rms_norm import inverse_rms
 from nemolab.kernels.team import Team
 

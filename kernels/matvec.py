@@ -18,8 +18,8 @@ import torch
 
 from nemolab.checkpoint.formats import GROUP
 from nemolab.errors import EngineError
+from nemolab.jit import is_cached, jit
 from nemolab.kernels import simd
-from nemolab.kernels.jit import is_cached, jit
 from nemolab.kernels.team import Team
 
 BF16, F16, F32, FP8, NVFP4 = range(5)

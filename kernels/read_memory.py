@@ -10,8 +10,8 @@ import time
 import numpy as np
 import torch
 
+from nemolab.jit import jit
 from nemolab.kernels import simd
-from nemolab.kernels.jit import jit
 from nemolab.kernels.team import Team
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from nemolab.errors import EngineError
-from nemolab.kernels.jit import jit
+from nemolab.jit import jit
 
 
 def router_step_torch(logits, bias, top_k: int, groups: int, top_groups: int, normalise: bool, scaling: float):

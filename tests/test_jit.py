@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-import nemolab.kernels.jit as module
+import nemolab.jit as module
 
-KERNELS = Path(module.__file__).parent
+NEMOLAB = Path(module.__file__).parent
+KERNELS, POLICIES = NEMOLAB.parent / "kernels", NEMOLAB / "policy"
 
 PROGRAM = """
 import sys
@@ -26,7 +27,7 @@ def package(tmp_path):
     """A package of two kernels of its own beside a copy of jit.py: `answer` calls `helper` from another file."""
     folder = tmp_path / "mine"
     folder.mkdir()
-    shutil.copy(KERNELS / "jit.py", folder / "jit.py")
+    shutil.copy(module.__file__, folder / "jit.py")
     (folder / "__init__.py").write_text("")
     (folder / "two.py").write_text("from mine.jit import jit\n\n@jit\ndef helper(x):\n    return x + 1\n")
     (folder / "one.py").write_text(
@@ -77,17 +78,17 @@ def test_a_folder_that_fills_up_is_no_reason_to_fail(monkeypatch):
     assert twice(3.0) == 6.0
 
 
-def test_every_kernel_goes_through_jit():
+def test_all_compiled_code_goes_through_jit():
     """numba's own decorators would miss the cache rule and the settings."""
-    for path in KERNELS.glob("*.py"):
+    for path in [path for folder in (KERNELS, POLICIES) for path in folder.glob("*.py")]:
         text = path.read_text()
-        assert "njit" not in text or path.name == "jit.py", path.name
+        assert "njit" not in text, path.name
         assert "fastmath" not in text and "prange" not in text, path.name
 
 
 def test_no_sum_is_left_to_the_order_of_arrival():
     """index_add_, scatter_add_ and atomics add in whatever order they please."""
-    for folder in (KERNELS, KERNELS.parent / "nemolab" / "engine"):
+    for folder in (KERNELS, NEMOLAB / "engine"):
         for path in folder.glob("*.py"):
             code = "\n".join(line.split("#")[0] for line in path.read_text().splitlines())
             for name in ("index_add_(", "scatter_add_(", "index_put_(", "atomic"):

@@ -1,9 +1,9 @@
-"""How kernels are compiled: ahead of use never, once per machine as a rule, and never a failure over a cache folder.
+"""How numba compiles: ahead of use never, once per machine as a rule, and never a failure over a cache folder.
 
-`jit` is numba's `njit` with the settings all kernels share:
+`jit` is numba's `njit` with the settings all compiled code shares:
 - no fast-math: sums keep the order they are written in, so that bits depend neither on threads nor on the machine
 - `nogil`: several threads run parts of one operator at the same time (`nemolab.kernels.team`)
-- compiled code is kept in `__pycache__` beside the kernels or, where that cannot be written, in the user's cache
+- compiled code is kept in `__pycache__` beside its source or, where that cannot be written, in the user's cache
   folder; `NUMBA_CACHE_DIR` moves it. Where nothing can be written, code is compiled anew in each process.
 """
 
@@ -20,16 +20,16 @@ from numba.core import caching
 
 
 @cache
-def _stamp_of_all_kernels() -> str:
-    """Changes whenever any kernel's source does."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+def _stamp_of_folder(folder: Path) -> str:
+    """Changes whenever the source of any file in the folder, or of this one, does."""
+    digest = hashlib.sha256(Path(__file__).read_bytes())
+    for path in sorted(folder.glob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
 class _KernelCache(caching.FunctionCache):
-    """numba's cache on disk, keyed by all kernels' sources.
+    """numba's cache on disk, keyed by the sources of the whole folder: compiled code calls within one folder only.
 
     numba looks at the file of the cached function alone, although the compiled code holds what that function calls
     from other files: after an edit there it would go on running the old code.
@@ -37,7 +37,8 @@ class _KernelCache(caching.FunctionCache):
 
     def __init__(self, function: Callable):
         super().__init__(function)
-        self._cache_file._source_stamp = (self._cache_file._source_stamp, _stamp_of_all_kernels())
+        stamp = _stamp_of_folder(Path(function.__code__.co_filename).parent)
+        self._cache_file._source_stamp = (self._cache_file._source_stamp, stamp)
 
     def save_overload(self, signature, data) -> None:
         with contextlib.suppress(OSError):  # a full disk is no reason not to run what has just been compiled
