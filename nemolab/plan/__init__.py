@@ -9,7 +9,8 @@ claims        the ledger
 
 from nemolab.plan.claims import check_claims, claims_table, read_claims
 from nemolab.plan.comparison import compare_models, read_published
-from nemolab.plan.planner import Plan, plan, plan_checkpoint, plan_config
+from nemolab.plan.planner import plan, plan_checkpoint, plan_config
+from nemolab.plan.result import Plan
 
 __all__ = [
     "Plan",

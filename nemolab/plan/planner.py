@@ -3,124 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nemolab.checkpoint.config import NESTED_KEYS, ModelConfig
 from nemolab.checkpoint.formats import matrix_bytes
-from nemolab.checkpoint.structure import EMBEDDINGS, LEFT_OUT_PARTS
+from nemolab.checkpoint.structure import EMBEDDINGS
 from nemolab.errors import CheckpointError, UsageError
 from nemolab.paths import shown
 from nemolab.plan.geometry import kind_of, kv_bytes_per_token, mamba_state_bytes, module_shapes
 from nemolab.plan.precision import EXPERTS_AS, module_bytes, read_precision
-from nemolab.units import PAGE_BYTES, show_bytes
+from nemolab.plan.result import ROUTED, ExpertGroup, Plan, ReadOfEmbeddings, assemble
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from nemolab.checkpoint import Checkpoint
-
-ROUTED = "routed"
-NOT_DENSE = (ROUTED, *LEFT_OUT_PARTS)
-
-
-@dataclass(frozen=True)
-class Share:
-    """Bytes of all modules of one kind in one format; a quantised module's scalars are in them."""
-
-    part: str
-    module: str
-    format: str
-    bytes: int
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a model weighs and what one token reads of it.
-
-    layers                 kind of layer -> how many
-    experts, top_k         routed experts in each MoE layer, and how many of them a token uses
-    expert_params          weights of one routed expert
-    experts_as             the format its matrices are counted in ("nvfp4"; "nvfp4+fp8" where they differ)
-    expert_bytes           one routed expert: packed values and block scales, unpadded, without scalars
-    pages_per_expert       expert_bytes / PAGE_BYTES, fractional where experts are no whole pages
-    bytes_per_token        moe_layers x top_k x expert_bytes: read per token where nothing is cached
-    routed_bytes           moe_layers x experts x expert_bytes
-    routed_scalar_bytes    the F32 scalars of all routed experts: in no part, as a store keeps them in a side table
-    dense_bytes            all that is not routed, embeddings and scalars included, without MTP and vision
-    dense_bytes_per_token  of that, what a token reads: one row of the embedding table, unless the table is the head too
-    parts                  bytes by part; routed is routed_bytes, the others but mtp and vision make up dense_bytes
-    split                  the same, finer: bytes by part, kind of module and format
-    mamba_state_bytes      state of one sequence, whatever its length; kv_bytes_per_token comes on top (BF16)
-    assumptions            how the formats were known, and what of the input was left aside or contradicts itself
-    """
-
-    name: str
-    source: str
-    model_type: str
-    layers: dict[str, int]
-    moe_layers: int
-    experts: int
-    top_k: int
-    expert_params: int
-    experts_as: str
-    expert_bytes: int
-    pages_per_expert: float
-    bytes_per_token: int
-    routed_bytes: int
-    routed_scalar_bytes: int
-    dense_bytes: int
-    dense_bytes_per_token: int
-    parts: dict[str, int]
-    split: tuple[Share, ...]
-    mamba_state_bytes: int
-    kv_bytes_per_token: int
-    assumptions: tuple[str, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON types; whole numbers of pages as integers."""
-        result = asdict(self) | {"assumptions": list(self.assumptions), "split": [asdict(s) for s in self.split]}
-        if self.pages_per_expert == int(self.pages_per_expert):
-            result["pages_per_expert"] = int(self.pages_per_expert)
-        return result
-
-    def frame(self) -> pd.DataFrame:
-        """The split as a DataFrame [part, module, format, bytes, gib], largest first."""
-        import pandas as pd
-
-        frame = pd.DataFrame([asdict(share) for share in self.split])
-        frame["gib"] = frame["bytes"] / 2**30
-        return frame.sort_values("bytes", ascending=False, kind="stable", ignore_index=True)
-
-    def __str__(self) -> str:
-        layers = ", ".join(f"{count} {kind}" for kind, count in self.layers.items() if count)
-        lines = [
-            f"{self.name} ({self.model_type}; {layers})",
-            f"  one expert    {self.expert_bytes:,} bytes = {self.pages_per_expert:,.6g} pages"
-            f" ({self.expert_params:,} parameters in {self.experts_as})",
-            f"  one token     {self.moe_layers} layers x {self.top_k} of {self.experts} experts"
-            f" = {self.bytes_per_token:,} bytes = {_show_traffic(self.bytes_per_token)}",
-            f"  all experts   {self.routed_bytes:,} bytes = {show_bytes(self.routed_bytes)}",
-            f"  all the rest  {self.dense_bytes:,} bytes = {show_bytes(self.dense_bytes)}"
-            f"; a token reads {show_bytes(self.dense_bytes_per_token)} of it",
-            f"  state         {self.mamba_state_bytes:,} bytes a sequence + {self.kv_bytes_per_token:,} bytes a token",
-            "",
-            *self._part_lines(),
-        ]
-        return "\n".join(lines + [f"note: {assumption}" for assumption in self.assumptions])
-
-    def _part_lines(self) -> list[str]:
-        width = max(len(part) for part in self.parts)
-        lines = []
-        for part, size in sorted(self.parts.items(), key=lambda item: -item[1]):
-            by_format: Counter[str] = Counter()
-            for share in self.split:
-                if share.part == part:
-                    by_format[share.format] += share.bytes
-            of = ", ".join(f"{format} {show_bytes(count)}" for format, count in by_format.most_common())
-            lines.append(f"  {part:<{width}}  {show_bytes(size):>11}  {of}")
-        return lines
 
 
 def plan(path: str | Path, experts_as: str | None = None) -> Plan:
@@ -158,12 +55,15 @@ def plan_checkpoint(checkpoint: Checkpoint, experts_as: str | None = None) -> Pl
     """Count an open checkpoint by its tensors; as `plan`."""
     config = checkpoint.config
     split: Counter[tuple[str, str, str]] = Counter()
+    params: Counter[str] = Counter()
     experts: dict[str, list] = defaultdict(list)  # "backbone.layers.1.mixer.experts.0" -> its matrices
     for module in checkpoint.modules.values():
         if module.part == ROUTED:
             experts[module.name.rpartition(".")[0]].append(module)
         else:
             split[module.part, kind_of(module.name, module.part), module.format] += module.nbytes
+            bias = module.tensors.get("bias")
+            params[module.part] += prod(module.shape) + (prod(bias.shape) if bias else 0)
     form = _same_form({place: _expert_form(modules) for place, modules in experts.items()}, str(checkpoint.path))
     expected = len(config.moe_layers) * config.n_experts
     if len(experts) != expected:
@@ -174,13 +74,14 @@ def plan_checkpoint(checkpoint: Checkpoint, experts_as: str | None = None) -> Pl
     assumptions = list(checkpoint.notes)
     if experts_as:
         assumptions.append(f"experts_as {experts_as} was not used: the tensors of a folder decide")
-    return _assemble(
+    return _family_plan(
         config,
         name=checkpoint.path.resolve().name,
         source=f"tensors of {shown(checkpoint.path)}",
         expert_form=form,
         routed_scalar_bytes=scalars,
         split=split,
+        params=params,
         row_bytes=embeddings.nbytes // embeddings.shape[0],
         assumptions=assumptions,
     )
@@ -203,6 +104,7 @@ def plan_config(
     if experts_as and experts_as not in EXPERTS_AS:
         raise UsageError(f"experts_as is {experts_as!r}; one of {', '.join(EXPERTS_AS)} was expected")
     split: Counter[tuple[str, str, str]] = Counter()
+    params: Counter[str] = Counter()
     forms: dict[str, tuple] = {}
     scalars = 0
     stated: set[str | None] = set()
@@ -219,19 +121,21 @@ def plan_config(
             format = precision.format_of(module)
             size = module_bytes(module, format) + precision.scalar_bytes(module, format)
             split[module.part, module.kind, format] += size
+            params[module.part] += module.params + module.copies * module.biased * module.shape[0]
     form = _same_form(forms, where)
     assumptions.insert(0, _experts_sentence(experts_as, stated - {None}))
     if config.num_nextn_predict_layers:
         assumptions.append("the MTP block is counted once, as it is stored, and is in no sum but its own")
     if any(isinstance(config.raw.get(key), dict) for key in (*NESTED_KEYS, "vision_config")):
         assumptions.append("only the language model is counted: its config does not describe a vision tower")
-    return _assemble(
+    return _family_plan(
         config,
         name=str(facts.get("name") or _name_of(Path(where))),
         source=f"arithmetic from {shown(where)}",
         expert_form=form,
         routed_scalar_bytes=scalars,
         split=split,
+        params=params,
         row_bytes=config.hidden_size * 2,
         assumptions=assumptions,
     )
@@ -240,10 +144,6 @@ def plan_config(
 def _name_of(config_file: Path) -> str:
     """Every vendor calls the file config.json; then the folder says whose it is."""
     return config_file.stem if config_file.stem != "config" else config_file.resolve().parent.name
-
-
-def _show_traffic(count: int) -> str:
-    return f"{count / 1e9:.3f} GB" if count >= 10**8 else f"{count / 1e6:.3f} MB"
 
 
 def _experts_sentence(experts_as: str | None, stated: set[str]) -> str:
@@ -282,7 +182,7 @@ def _show_form(form: tuple) -> str:
     return " + ".join(f"{format} {list(shape)}" for format, shape, _ in form)
 
 
-def _assemble(
+def _family_plan(
     config: ModelConfig,
     *,
     name: str,
@@ -290,41 +190,44 @@ def _assemble(
     expert_form: tuple,
     routed_scalar_bytes: int,
     split: Counter[tuple[str, str, str]],
+    params: Counter[str],
     row_bytes: int,
     assumptions: list[str],
 ) -> Plan:
+    """The plan of a Nemotron-H model, whose experts all have one form."""
     expert_bytes = sum(size for _, _, size in expert_form)
-    moe_layers = len(config.moe_layers)
     routed: Counter[tuple[str, str, str]] = Counter()
     for format, _, size in expert_form:
-        routed[ROUTED, "experts", format] += moe_layers * config.n_experts * size
-    shares = tuple(Share(*key, size) for key, size in (routed + split).items())
-    parts: Counter[str] = Counter()
-    for share in shares:
-        parts[share.part] += share.bytes
-    dense_bytes = sum(size for part, size in parts.items() if part not in NOT_DENSE)
+        routed[ROUTED, "experts", format] += len(config.moe_layers) * config.n_experts * size
+    group = ExpertGroup(
+        layers=config.moe_layers,
+        experts=config.n_experts,
+        top_k=config.top_k,
+        identities=0,
+        matrices=tuple(shape for _, shape, _ in expert_form),
+        expert_params=sum(rows * columns for _, (rows, columns), _ in expert_form),
+        expert_bytes=expert_bytes,
+        format="+".join(dict.fromkeys(format for format, _, _ in expert_form)),
+    )
     # Without a head of its own the model reads the whole table again for the logits.
-    table_bytes = parts["embeddings"] - row_bytes if "head" in parts else 0
-    return Plan(
+    tied = not any(part == "head" for part, _, _ in split)
+    table_bytes = sum(size for (part, _, _), size in split.items() if part == "embeddings")
+    return assemble(
         name=name,
         source=source,
         model_type=config.model_type,
         layers={kind: config.layer_types.count(kind) for kind in ("mamba", "moe", "attention", "mlp")},
-        moe_layers=moe_layers,
-        experts=config.n_experts,
-        top_k=config.top_k,
-        expert_params=sum(rows * columns for _, (rows, columns), _ in expert_form),
-        experts_as="+".join(dict.fromkeys(format for format, _, _ in expert_form)),
-        expert_bytes=expert_bytes,
-        pages_per_expert=expert_bytes / PAGE_BYTES,
-        bytes_per_token=moe_layers * config.top_k * expert_bytes,
-        routed_bytes=moe_layers * config.n_experts * expert_bytes,
+        n_layers=config.num_hidden_layers,
+        groups=(group,),
+        expert_width=config.expert_in,
         routed_scalar_bytes=routed_scalar_bytes,
-        dense_bytes=dense_bytes,
-        dense_bytes_per_token=dense_bytes - table_bytes,
-        parts=dict(parts),
-        split=shares,
+        split=routed + split,
+        params=params,
+        embeddings_read=ReadOfEmbeddings(
+            params["embeddings"] if tied else config.hidden_size, table_bytes if tied else row_bytes
+        ),
+        shared_expert_params=params["shared"] // len(config.moe_layers),
         mamba_state_bytes=mamba_state_bytes(config),
         kv_bytes_per_token=kv_bytes_per_token(config),
-        assumptions=tuple(assumptions),
+        assumptions=assumptions,
     )
