@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import tempfile
+import uuid
 from pathlib import Path
 
 import pytest
@@ -81,3 +82,30 @@ def texts_path() -> Path:
 def root_path() -> Path:
     """The clone."""
     return ROOT
+
+
+@pytest.fixture
+def real_cgroup():
+    """A cgroup of 1 GiB below this process's own, with one of no limit in it; its processes end before it does."""
+    from nemolab.system.cgroups import find_cgroups
+
+    own = next((cgroup for cgroup in find_cgroups("memory") if cgroup.exact), None)
+    if own is None:
+        pytest.skip("no memory cgroup is mounted")
+    outer = own.folder / f"nemolab-test-{uuid.uuid4().hex[:8]}"
+    inner = outer / "inner"
+    limit = "memory.limit_in_bytes" if own.version == 1 else "memory.max"
+    made = []
+    try:
+        for folder in (outer, inner):
+            folder.mkdir()
+            made.append(folder)
+            if own.version == 2 and folder is outer:
+                (folder / "cgroup.subtree_control").write_text("+memory")
+        (outer / limit).write_text(str(2**30))
+        yield inner, own.name.rstrip("/") + "/" + outer.name, limit
+    except OSError as problem:
+        pytest.skip(f"cannot make a cgroup in {own.folder} ({problem.strerror})")
+    finally:
+        for folder in reversed(made):
+            folder.rmdir()

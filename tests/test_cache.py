@@ -402,3 +402,71 @@ def test_an_impossible_arena_says_what_was_asked():
         Arena(1 << 40, 1 << 20)
     with pytest.raises(StoreError, match="whole pages"):
         Arena(3, 5000)
+
+
+@pytest.fixture
+def shrinking_memory(monkeypatch):
+    """Memory that has room for so many blocks, less by each one that is asked for; the answers given are counted."""
+
+    def tell(*rooms: int) -> list:
+        asked, answers = [], iter(rooms)
+
+        def read_memory():
+            asked.append(room := next(answers))
+            return types.SimpleNamespace(
+                room_bytes=room * BLOCK,
+                available_bytes=(room + 1) * BLOCK,
+                reserve_bytes=BLOCK,
+                tightest=types.SimpleNamespace(name="cgroup /a memory.max"),
+            )
+
+        monkeypatch.setattr(cache_module, "read_memory", read_memory)
+        monkeypatch.setattr(cache_module, "STEP_BYTES", 8 * BLOCK)
+        return asked
+
+    return tell
+
+
+def test_a_growing_cache_asks_for_memory_in_steps_and_no_more_once_it_is_full(store, shrinking_memory):
+    asked = shrinking_memory(100, 92, 84)
+    with ExpertCache(store, slots=20) as cache:
+        for first in (*range(0, 20, TOP_K), *range(0, 24, TOP_K)):
+            cache.lookup(0, range(first, first + TOP_K))
+        assert asked == [100, 92, 84] and cache.slots == 20, "8 + 8 + 4 blocks"
+
+
+def test_where_memory_has_gone_meanwhile_the_cache_stays_as_it_is_and_says_so(store, data, shrinking_memory, capsys):
+    shrinking_memory(100, 3)
+    with ExpertCache(store, slots=20) as cache:
+        lru = LRU(8)
+        for first in (0, 4, 8, 0, 12, 4):
+            views = cache.lookup(0, range(first, first + TOP_K))
+            lru.batch(list(range(first, first + TOP_K)), 1)
+            assert all(np.array_equal(view, data[first + place]) for place, view in enumerate(views))
+        assert cache.slots == 8 and list(cache._lru) == list(lru)
+        assert max(cache._row_of.values()) < 8, "no row beyond what was found room for is touched"
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "stays at 8 of 20 blocks" in said and "limit: cgroup /a memory.max" in said
+
+
+def test_without_any_memory_the_least_still_runs(store, data, shrinking_memory):
+    shrinking_memory(0)
+    with ExpertCache(store, slots=20) as cache:
+        for first in range(0, 20, TOP_K):
+            assert np.array_equal(cache.lookup(1, [first])[0], data[EXPERTS + first])
+        assert cache.slots == TOP_K
+
+
+def test_a_shrunken_cache_survives_a_failed_read(store, data, shrinking_memory, monkeypatch):
+    shrinking_memory(100, 3)
+    with ExpertCache(store, slots=20) as cache:
+        for first in (0, 4, 8):
+            cache.lookup(0, range(first, first + TOP_K))
+        with monkeypatch.context() as patch:
+            patch.setattr(cache.reader, "read_many", lambda jobs: (_ for _ in ()).throw(StoreError("gone")))
+            with pytest.raises(StoreError):
+                cache.lookup(0, [20, 21])
+        for first in (0, 8, 16):
+            for expert, view in enumerate(cache.lookup(0, range(first, first + TOP_K)), start=first):
+                assert np.array_equal(view, data[expert])
+        assert max(cache._row_of.values()) < 8

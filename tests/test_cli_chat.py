@@ -15,6 +15,12 @@ from nemolab.engine import ChatPiece, ChatResult
 from nemolab.errors import EngineError
 
 STATS = {"prefill": {"lookups": 0}, "decode": {"lookups": 10, "hits": 9, "bytes_read": 4096, "tok_s": 2.0}}
+MEMORY = {"peak_rss_bytes": 3 * 2**20, "cache": {"blocks": 48}}
+
+
+class FakeBudget:
+    def line(self):
+        return "cache: 48 blocks"
 
 
 class FakeEngine:
@@ -23,6 +29,7 @@ class FakeEngine:
     opened: list = []
     asked: list = []
     notes = ["the template is a stand-in"]
+    budget = FakeBudget()
 
     def __init__(self, path, **settings):
         FakeEngine.opened.append((str(path), settings))
@@ -32,6 +39,9 @@ class FakeEngine:
 
     def __exit__(self, *_):
         FakeEngine.opened.append("closed")
+
+    def memory(self):
+        return MEMORY
 
     def chat(self, messages, *, stream=False, think=False, **ask):
         FakeEngine.asked.append((messages, think, ask))
@@ -67,7 +77,7 @@ def chat(monkeypatch, capsys):
 
 def test_one_question_as_json(chat, tiny_path):
     code, out, err = chat("--prompt", "hello", "--json", "--max-tokens", "7", "--ram-cache", "48slots")
-    assert code == 0 and "note: the template is a stand-in" in err
+    assert code == 0 and err == "note: the template is a stand-in\ncache: 48 blocks\n"
     assert json.loads(out) == {
         "text": "heard 1 so far",
         "reasoning": "",
@@ -75,6 +85,7 @@ def test_one_question_as_json(chat, tiny_path):
         "completion_tokens": 2,
         "finish_reason": "stop",
         "stats": STATS,
+        "memory": MEMORY,
     }
     assert FakeEngine.opened == [
         (str(tiny_path), {"ram_cache_gib": None, "ram_cache_slots": 48, "store": None}),
@@ -95,7 +106,8 @@ def test_one_question_for_people_streams_reasoning_answer_and_counts(chat):
     assert code == 0
     assert out == (
         "[thinking] hm\n[answer] heard 1 so far\n\n"
-        "[5 + 2 tokens; decode 2.0 tok/s, 90% of 10 experts from RAM, 4.00 KiB read]\n"
+        "[5 + 2 tokens; decode 2.0 tok/s, 90% of 10 experts from RAM, 4.00 KiB read; "
+        "3.00 MiB of memory at most]\n"
     )
 
 
@@ -159,8 +171,11 @@ import sys, nemolab.engine
 from nemolab.cli import main
 from nemolab.engine.chat import clean_messages
 
+class Budget:
+    def line(self): return "cache"
+
 class Fake:
-    notes = []
+    notes, budget = [], Budget()
     def __init__(self, *_, **__): pass
     def __enter__(self): return self
     def __exit__(self, *_): pass

@@ -22,6 +22,7 @@ from nemolab.compare.result import Bounds, Result, TextResult
 from nemolab.compare.texts import Text, Tokens, load_texts
 from nemolab.errors import CheckpointError, NemolabError, StoreError
 from nemolab.store import Store, repack
+from nemolab.system.memory import read_rss_bytes, reset_peak_rss
 
 GENERATOR = torch.Generator().manual_seed(11)
 TEXTS = {
@@ -349,11 +350,11 @@ def test_predicted_peak_bounds_the_measured_one(tmp_path):
     checkpoint = Checkpoint.open(write_checkpoint(tmp_path / "m", **sizes))
     ids = torch.randint(32, 288, (200,)).tolist()
     Reference(checkpoint).read({"warm": ids[:4]})
-    if not memory.reset_peak_rss():
+    if not reset_peak_rss():
         pytest.skip("this kernel does not reset the peak of resident memory")
-    before, _ = memory.read_rss_bytes()
+    before, _ = read_rss_bytes()
     Reference(checkpoint).read({"a": ids})
-    _, peak = memory.read_rss_bytes()
+    _, peak = read_rss_bytes()
     predicted = memory.predict_reference_peak(checkpoint.config, [len(ids)])
     # The head alone is 48 MiB decoded and as stored: a reference that held all layers would need over twice as much.
     assert peak - before <= predicted.rise_bytes

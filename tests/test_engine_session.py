@@ -9,7 +9,7 @@ import pytest
 import torch
 from synthetic import write_checkpoint
 
-from nemolab.engine import Engine, memory
+from nemolab.engine import Engine
 from nemolab.errors import CheckpointError, EngineError, NemolabError, StoreError
 from nemolab.store import Store, repack
 
@@ -118,7 +118,7 @@ def test_a_store_works_in_place_of_the_checkpoint(path, tmp_path, engine):
         ({"ram_cache_slots": 0}, "1 or more"),
         ({"ram_cache_slots": 2.5}, "whole number"),
         ({"ram_cache_gib": float("nan")}, "positive number"),
-        ({"ram_cache_gib": 100_000}, r"100000.00 GiB was asked for, but \d+.\d+ GiB of \d+.\d+ GiB are available"),
+        ({"ram_cache_gib": 100_000}, r"97.66 TiB was asked for, but \d+.\d+ GiB of \d+.\d+ GiB are available"),
         ({"ram_cache_slots": 10**9}, "was asked for"),
         ({"ram_cache_slots": 4, "ram_cache_gib": 1}, "not both"),
         ({"device": "cuda"}, "'cpu'"),
@@ -130,32 +130,6 @@ def test_impossible_choices_are_refused_with_numbers(path, choice, message):
     with pytest.raises(NemolabError, match=message):
         Engine(path, **choice)
     assert descriptors() == before and not ours()
-
-
-def test_dense_weights_that_do_not_fit_are_refused_before_they_are_read(path, monkeypatch):
-    monkeypatch.setattr(memory, "total_and_available_bytes", lambda: (2**30, 2**28 + 1000))
-    with pytest.raises(EngineError, match="dense weights take .* must stay free"):
-        Engine(path)
-
-
-def test_the_default_budget_is_everything_or_half_of_what_is_free(monkeypatch):
-    gib = 2**30
-    monkeypatch.setattr(memory, "total_and_available_bytes", lambda: (32 * gib, 22 * gib))
-    assert memory.cache_budget(4096, 100, 2, 8, None, None) == 100 * 4096
-    assert memory.cache_budget(4096, 10**8, 2, 8, None, None) == 10 * gib
-    assert memory.cache_budget(4096, 10**8, 2, 0, 20, None) == 20 * gib
-    with pytest.raises(EngineError, match="20.00 GiB is the most here"):
-        memory.cache_budget(4096, 10**8, 2, 0, 21, None)
-
-
-def test_a_cgroup_s_limit_counts(monkeypatch, tmp_path):
-    (tmp_path / "memory.max").write_text(str(2**30))
-    (tmp_path / "memory.current").write_text(str(2**29))
-    (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {2**28}\n")
-    monkeypatch.setattr(memory, "_cgroup_folders", lambda: [tmp_path])
-    assert memory.total_and_available_bytes() == (2**30, 2**30 - 2**29 + 2**28)
-    (tmp_path / "memory.max").write_text("max")
-    assert memory.total_and_available_bytes()[0] > 2**30
 
 
 def test_folders_that_are_no_model_are_refused(tmp_path):

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import uuid
 from pathlib import Path
 
 import pytest
@@ -311,31 +310,6 @@ for file in sys.argv[1:]:
 from nemolab.system.memory import read_memory
 print(json.dumps(read_memory().to_dict()))
 """
-
-
-@pytest.fixture
-def real_cgroup(request):
-    """A cgroup of 1 GiB below this process's own, with one of no limit in it; its processes end before it does."""
-    own = next((cgroup for cgroup in find_cgroups("memory") if cgroup.exact), None)
-    if own is None:
-        pytest.skip("no memory cgroup is mounted")
-    outer = own.folder / f"nemolab-test-{uuid.uuid4().hex[:8]}"
-    inner = outer / "inner"
-    limit = "memory.limit_in_bytes" if own.version == 1 else "memory.max"
-    made = []
-    try:
-        for folder in (outer, inner):
-            folder.mkdir()
-            made.append(folder)
-            if own.version == 2 and folder is outer:
-                (folder / "cgroup.subtree_control").write_text("+memory")
-        (outer / limit).write_text(str(GIB))
-        yield inner, own.name.rstrip("/") + "/" + outer.name, limit
-    except OSError as problem:
-        pytest.skip(f"cannot make a cgroup in {own.folder} ({problem.strerror})")
-    finally:
-        for folder in reversed(made):
-            folder.rmdir()
 
 
 def test_a_real_cgroup_s_limit_above_a_process_is_found(real_cgroup):

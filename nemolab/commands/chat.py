@@ -40,8 +40,9 @@ def chat(path, prompt, max_tokens, think, ram_cache, store, temperature, top_p, 
     """Talk to a model whose experts are read on demand.
 
     Greedy and without reasoning unless asked otherwise. The answer's stats count lookups, hits, misses and bytes by
-    phase (prefill: the prompt, decode: the answer). In a conversation, /quit or Ctrl-D leaves, /new starts afresh and
-    Ctrl-C stops an answer.
+    phase (prefill: the prompt, decode: the answer). How much RAM the experts take is held against what the machine,
+    every cgroup and ulimit leave, and said on stderr; --json has it in `memory`, with the peak. In a conversation,
+    /quit or Ctrl-D leaves, /new starts afresh and Ctrl-C stops an answer.
 
     \b
     Examples:
@@ -68,6 +69,7 @@ def chat(path, prompt, max_tokens, think, ram_cache, store, temperature, top_p, 
     with Engine(path, ram_cache_gib=budget.gib, ram_cache_slots=budget.slots, store=store) as engine:
         for note in engine.notes:
             say(f"note: {note}")
+        say(engine.budget.line())
         if prompt is None:
             Conversation(engine, ask).run()
             return Answer({})
@@ -76,7 +78,9 @@ def chat(path, prompt, max_tokens, think, ram_cache, store, temperature, top_p, 
             result = engine.chat(messages, **ask)
         else:
             result = write_answer(engine.chat(messages, stream=True, **ask))
-    return Answer({name: getattr(result, name) for name in RESULT}, footer(result))
+        memory = engine.memory()
+    data = {**{name: getattr(result, name) for name in RESULT}, "memory": memory}
+    return Answer(data, footer(result, memory["peak_rss_bytes"]))
 
 
 RESULT = ("text", "reasoning", "prompt_tokens", "completion_tokens", "finish_reason", "stats")
@@ -121,7 +125,7 @@ class Conversation:
         except NemolabError as error:  # most likely too long: the conversation so far is still good
             say(f"{error}; /new starts afresh")
             return
-        say(footer(result) if result.stats else "[stopped]")
+        say(footer(result, self.engine.memory()["peak_rss_bytes"]) if result.stats else "[stopped]")
         self.messages = [*messages, {"role": "assistant", "content": result.text}]
 
 
@@ -162,8 +166,8 @@ def _interruptible() -> Iterator[list]:
         signal.signal(signal.SIGINT, before)
 
 
-def footer(result) -> str:
-    """Tokens, speed and where the experts came from, in one line."""
+def footer(result, peak_rss_bytes: int) -> str:
+    """Tokens, speed, where the experts came from and the most memory taken so far, in one line."""
     facts = [f"{result.prompt_tokens} + {result.completion_tokens} tokens"]
     for phase, counts in result.stats.items():
         if counts.get("lookups"):
@@ -172,4 +176,5 @@ def footer(result) -> str:
                 f"{phase} {counts['tok_s']:.1f} tok/s, {share:.0%} of {counts['lookups']:,} experts from RAM, "
                 f"{show_bytes(counts['bytes_read'])} read"
             )
+    facts.append(f"{show_bytes(peak_rss_bytes)} of memory at most")
     return f"[{'; '.join(facts)}]"

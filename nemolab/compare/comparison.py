@@ -22,6 +22,7 @@ from nemolab.compare.texts import Text, Texts, Tokens, load_texts
 from nemolab.errors import NemolabError
 from nemolab.progress import Progress
 from nemolab.store import Store, check_source, ensure_store
+from nemolab.system.memory import read_rss_bytes, reset_peak_rss
 
 if TYPE_CHECKING:
     from nemolab.engine import Engine
@@ -119,14 +120,14 @@ class Comparison:
         sequences = {text.name: text.ids + readings[text.name].written for text in self.texts}
         sequences |= {_ONE_PASS: self.stretch, _TOKEN_BY_TOKEN: self.stretch}
         reference = Reference(self.checkpoint)
-        alone = memory.reset_peak_rss()
-        before_bytes, _ = memory.read_rss_bytes()
+        alone = reset_peak_rss()
+        before_bytes, _ = read_rss_bytes()
         predicted = memory.predict_reference_peak(self.config, [len(ids) for ids in sequences.values()])
         first = self._done
         references = reference.read(
             sequences, stepwise=(_TOKEN_BY_TOKEN,), progress=lambda done, total: self._reach(first + done)
         )
-        _, peak_bytes = memory.read_rss_bytes()
+        _, peak_bytes = read_rss_bytes()
         about = reference.settings | {
             "peak_rss_bytes": peak_bytes,
             "rss_before_bytes": before_bytes,  # with torch, transformers and the engine's logits

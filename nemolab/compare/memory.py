@@ -104,23 +104,3 @@ def _moe(config: ModelConfig, tokens: int) -> tuple[int, int, int]:
 def _mlp(config: ModelConfig, tokens: int) -> tuple[int, int, int]:
     matrix = config.intermediate_size * config.hidden_size
     return 2 * matrix, matrix, 4 * 3 * tokens * config.intermediate_size
-
-
-def reset_peak_rss() -> bool:
-    """Start a new peak of resident memory for this process; False where the kernel does not allow it."""
-    try:
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")
-    except OSError:
-        return False
-    return True
-
-
-def read_rss_bytes() -> tuple[int, int]:
-    """(now, peak since the process began or since `reset_peak_rss`) resident memory of this process."""
-    fields = {}
-    with open("/proc/self/status") as file:
-        for line in file:
-            name, _, value = line.partition(":")
-            fields[name] = value
-    return tuple(1024 * int(fields[name].split()[0]) for name in ("VmRSS", "VmHWM"))

@@ -30,6 +30,7 @@ from nemolab.kernels.warm_up import warm_up
 from nemolab.progress import say
 from nemolab.store import ExpertCache, Store, check_source, ensure_store, files
 from nemolab.store.cache import RING
+from nemolab.system.memory import read_rss_bytes
 
 PASS_TOKENS = 8192  # longest stretch of a prompt that goes through the layers at once; bounds the activations
 LOGIT_TOKENS = 256  # rows of logits made at once where not all are asked for together
@@ -86,6 +87,7 @@ class Engine:
     reader_threads   reads in flight
     threads          arithmetic threads; default: torch's number
     layout           of a store made on the way
+    .budget          a CacheBudget: what the cache may take, of what, and what stays free
     Raises EngineError where the memory does not suffice, StoreError and CheckpointError for unfit files.
     """
 
@@ -111,9 +113,8 @@ class Engine:
         self._clocks = _Clocks()
         self._lock = threading.Lock()
         try:
-            memory.check_room(sum(module.nbytes for module in self.store.dense.values()), "the dense weights")
-            budget_bytes = self._budget(ram_cache_gib, ram_cache_slots)
-            self._cache = ExpertCache(self.store, budget_bytes=budget_bytes, threads=reader_threads)
+            self.budget = self._budget(ram_cache_gib, ram_cache_slots)
+            self._cache = ExpertCache(self.store, slots=self.budget.blocks, threads=reader_threads)
             self._team = Team(self.threads)
             with torch.no_grad():
                 warm_up(say)
@@ -122,10 +123,18 @@ class Engine:
             self.close()
             raise
 
-    def _budget(self, gib: float | None, slots: int | None) -> int:
-        blocks = self.store.n_layers * self.store.n_experts
-        ring = 2 * min(RING, self.store.n_experts)  # two banks: one is read while the other is used
-        return memory.cache_budget(self.store.block_bytes, blocks, self.config.top_k, ring, gib, slots)
+    def _budget(self, gib: float | None, slots: int | None) -> memory.CacheBudget:
+        dense_bytes = sum(module.nbytes for module in self.store.dense.values())
+        memory.check_room(dense_bytes, "the dense weights")
+        return memory.plan_cache(
+            self.store.block_bytes,
+            self.store.n_layers * self.store.n_experts,
+            self.config.top_k,
+            ring=2 * min(RING, self.store.n_experts),  # two banks: one is read while the other is used
+            dense_bytes=dense_bytes,
+            gib=gib,
+            slots=slots,
+        )
 
     def __enter__(self) -> Engine:
         return self
@@ -277,6 +286,16 @@ class Engine:
             phase: _phase(clock.tokens, clock.seconds, counts.get(phase, zero))
             for phase, clock in vars(self._clocks).items()
         }
+
+    def memory(self) -> dict:
+        """Bytes: this process's memory now and at its peak; the cache's budget and what it was decided on.
+
+        `blocks_now` is less than the `blocks` of the budget once the memory for them was found taken by others.
+        """
+        self._open()
+        rss_bytes, peak_rss_bytes = read_rss_bytes()
+        cache = {**self.budget.to_dict(), "blocks_now": self._cache.slots}
+        return {"rss_bytes": rss_bytes, "peak_rss_bytes": peak_rss_bytes, "cache": cache}
 
     @contextmanager
     def _prompt(self, ids: Iterable[int], state: State) -> Iterator[tuple[torch.Tensor, ...]]:

@@ -2,111 +2,129 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import dataclass
 
 from nemolab.errors import EngineError
+from nemolab.system.memory import Memory, read_memory
+from nemolab.units import show_bytes
 
-RESERVE_SHARE = 16  # a sixteenth of the machine stays free ...
-RESERVE_LEAST_BYTES = 256 * 2**20  # ... and never less than this
 DEFAULT_SHARE = 2  # without a budget the cache takes at most half of what is available
 
 
-def total_and_available_bytes() -> tuple[int, int]:
-    """Memory of the machine, or of the cgroup that confines this process, whichever is less."""
-    import psutil
+@dataclass(frozen=True)
+class CacheBudget:
+    """What the expert cache may take, and what was known when that was decided.
 
-    memory = psutil.virtual_memory()
-    total, available = memory.total, memory.available
-    for limit_bytes, used_bytes in _cgroup_limits():
-        total = min(total, limit_bytes)
-        available = min(available, max(0, limit_bytes - used_bytes))
-    return total, available
+    blocks       experts it can hold, no more than the store has
+    size_bytes   of these blocks
+    beside_bytes what comes on top: the dense weights and the two banks of prompt experts
+    memory       as the system told it then
+    """
 
+    blocks: int
+    size_bytes: int
+    beside_bytes: int
+    memory: Memory
 
-def reserve_bytes(total_bytes: int) -> int:
-    """What must stay free: filling memory to the brim gets a process killed without a word."""
-    return max(total_bytes // RESERVE_SHARE, RESERVE_LEAST_BYTES)
+    def line(self) -> str:
+        """The answer in one line, for stderr."""
+        return (
+            f"cache: {self.blocks:,} blocks, {show_bytes(self.size_bytes)} of "
+            f"{show_bytes(self.memory.available_bytes)} available (limit: {self.memory.tightest.name}), "
+            f"{show_bytes(self.memory.reserve_bytes)} kept free"
+        )
+
+    def to_dict(self) -> dict:
+        return {
+            "blocks": self.blocks,
+            "bytes": self.size_bytes,
+            "beside_bytes": self.beside_bytes,
+            "available_bytes": self.memory.available_bytes,
+            "total_bytes": self.memory.total_bytes,
+            "reserve_bytes": self.memory.reserve_bytes,
+            "limit": self.memory.tightest.name,
+        }
 
 
 def check_room(needed_bytes: int, what: str) -> None:
     """Raises EngineError when `what` takes more than may be had."""
-    total, available = total_and_available_bytes()
-    reserve = reserve_bytes(total)
-    if needed_bytes > available - reserve:
-        raise EngineError(
-            f"{what} take {_gib(needed_bytes)}, but {_gib(available)} of {_gib(total)} are available "
-            f"and {_gib(reserve)} must stay free"
-        )
+    memory = read_memory()
+    if needed_bytes > memory.room_bytes:
+        raise EngineError(f"{what} take {show_bytes(needed_bytes)}, but {_state(memory)}; {_advice(memory)}")
 
 
-def cache_budget(block_bytes: int, blocks: int, top_k: int, ring: int, gib: float | None, slots: int | None) -> int:
-    """Bytes for the expert cache: the budget asked for, checked, or a sensible one.
+def plan_cache(
+    block_bytes: int,
+    blocks: int,
+    top_k: int,
+    *,
+    ring: int = 0,
+    dense_bytes: int = 0,
+    gib: float | None = None,
+    slots: int | None = None,
+) -> CacheBudget:
+    """The budget of the expert cache: the one asked for, checked, or a sensible one. Nothing is allocated.
 
     block_bytes, blocks  of one expert; how many the store holds
     top_k                experts of a token in one layer: the least a cache must hold
-    ring                 blocks the prompt ring takes beside the budget
-    Raises EngineError with both numbers for a budget too small or too large.
+    ring                 blocks that prompts take beside the budget
+    dense_bytes          of the weights that are not yet in memory and will be
+    gib, slots           what was asked for; neither: all experts, or half of what may be taken
+    Raises EngineError with the numbers for a budget too small or too large.
     """
     if gib is not None and slots is not None:
         raise EngineError("give ram_cache_gib or ram_cache_slots, not both")
-    total, available = total_and_available_bytes()
-    reserve = reserve_bytes(total)
-    everything = blocks * block_bytes
-    room = max(0, available - reserve - ring * block_bytes)
-    if gib is None and slots is None:
-        return max(min(everything, (available - reserve) // DEFAULT_SHARE), top_k * block_bytes)
+    memory = read_memory()
+    beside_bytes = ring * block_bytes + dense_bytes
+    room = max(0, memory.room_bytes - beside_bytes)
+    least = top_k * block_bytes
+    wanted = _wanted_bytes(block_bytes, gib, slots)
+    asked = wanted is not None
+    if not asked:
+        wanted = max(min(blocks * block_bytes, memory.room_bytes // DEFAULT_SHARE, room), least)
+    if wanted < least:
+        raise EngineError(
+            f"a cache of {wanted // block_bytes} slots ({show_bytes(wanted)}) cannot hold the {top_k} experts a token "
+            f"needs in one layer; {top_k} slots ({show_bytes(least)}) are the least"
+        )
+    if wanted > room:
+        what = "was asked for" if asked else "is the least that runs"
+        if room >= least:
+            advice = f"ask for no more than that ({room // block_bytes}slots), or {_advice(memory)}"
+        else:
+            advice = f"the least that runs is {show_bytes(least)}: {_advice(memory)}"
+        raise EngineError(
+            f"a cache of {show_bytes(wanted)} {what}, but {_state(memory)}, and dense weights and prompts need "
+            f"{show_bytes(beside_bytes)}: {show_bytes(room)} is the most here; {advice}"
+        )
+    held = min(wanted // block_bytes, blocks)
+    return CacheBudget(held, held * block_bytes, beside_bytes, memory)
+
+
+def _wanted_bytes(block_bytes: int, gib: float | None, slots: int | None) -> int | None:
     if slots is not None:
         if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
             raise EngineError(f"ram_cache_slots is {slots!r}; a whole number of blocks, 1 or more, is needed")
-        wanted = slots * block_bytes
-    else:
+        return slots * block_bytes
+    if gib is not None:
         if isinstance(gib, bool) or not isinstance(gib, int | float) or not 0 < gib < 2**33:
             raise EngineError(f"ram_cache_gib is {gib!r}; a positive number of GiB is needed")
-        wanted = int(gib * 2**30)
-    if wanted < top_k * block_bytes:
-        raise EngineError(
-            f"a cache of {wanted // block_bytes} slots ({_gib(wanted)}) cannot hold the {top_k} experts a token needs "
-            f"in one layer; {top_k} slots ({_gib(top_k * block_bytes)}) are the least"
-        )
-    if wanted > room:
-        raise EngineError(
-            f"a cache of {_gib(wanted)} was asked for, but {_gib(available)} of {_gib(total)} are available, "
-            f"{_gib(reserve)} must stay free and prompts need {_gib(ring * block_bytes)}: {_gib(room)} is the most here"
-        )
-    return wanted
+        return int(gib * 2**30)
+    return None
 
 
-def _cgroup_limits() -> list[tuple[int, int]]:
-    """(limit, used) in bytes of the cgroups above this process; page cache that can be dropped counts as free."""
-    found = []
-    for limit, used, stat, droppable in (
-        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
-    ):
-        for folder in _cgroup_folders():
-            try:
-                limit_bytes = int((folder / limit).read_text())
-                used_bytes = int((folder / used).read_text())
-                lines = dict(line.split() for line in (folder / stat).read_text().splitlines())
-            except (OSError, ValueError):  # no such cgroup, or "max": no limit
-                continue
-            found.append((limit_bytes, used_bytes - int(lines.get(droppable, 0))))
-    return found
+def _state(memory: Memory) -> str:
+    return (
+        f"{show_bytes(memory.available_bytes)} of {show_bytes(memory.total_bytes)} are available "
+        f"(limit: {memory.tightest.name}) and {show_bytes(memory.reserve_bytes)} must stay free"
+    )
 
 
-def _cgroup_folders() -> list[Path]:
-    root = Path("/sys/fs/cgroup")
-    folders = [root]
-    try:
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            inside = line.split(":", 2)[2].strip("/")
-            while inside:
-                folders.append(root / inside)
-                inside = inside.rpartition("/")[0]
-    except (OSError, IndexError):
-        pass
-    return folders
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.2f} MiB"
+def _advice(memory: Memory) -> str:
+    """What to do about the tightest limit."""
+    name = memory.tightest.name
+    if name.startswith("cgroup"):
+        return "raise that limit (docker --memory, systemd MemoryMax=)"
+    if name.startswith("ulimit"):
+        return f"raise that limit (`{name} unlimited`)"
+    return "close other programs"

@@ -12,6 +12,7 @@ from typing import Any
 
 from nemolab.errors import UsageError
 from nemolab.measure.versus import versus
+from nemolab.progress import say
 
 SHAPES = {"super": (2688, 1024), "nano": (1856, 2688), "tiny": (256, 128)}  # I neurons, X inputs and outputs
 PROMPT_TOKENS = 32
@@ -34,6 +35,7 @@ def bench_decode(path: str | Path, tokens: int = 64, repeats: int = 5, threads: 
 
     model = _plain_transformers(path)
     with Engine(path, threads=threads) as engine, torch.no_grad(), quiet_transformers():
+        say(engine.budget.line())
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(engine.config.vocab_size, (PROMPT_TOKENS + tokens,), generator=generator)
         prompt, rest = ids[:PROMPT_TOKENS], ids[PROMPT_TOKENS:]
@@ -68,6 +70,7 @@ def bench_decode(path: str | Path, tokens: int = 64, repeats: int = 5, threads: 
             "experts": "all cached" if misses == 0 else f"{misses} misses",
             "layout": engine.store.layout,
         }
+        memory = engine.memory()
     theirs, ours = ([1e3 * second / tokens for second in samples] for samples in (timed.first, timed.second))
     return {
         "engine_ms": statistics.median(ours),
@@ -76,6 +79,7 @@ def bench_decode(path: str | Path, tokens: int = 64, repeats: int = 5, threads: 
         "ratios": timed.ratios,
         "verdict": timed.verdict.replace("second", "the engine").replace("first", "transformers"),
         "misses": misses,
+        "memory": memory,
         "rows": [
             {"name": "decode.engine", "values": ours, "unit": "ms/token", "settings": settings},
             {"name": "decode.transformers", "values": theirs, "unit": "ms/token", "settings": settings},

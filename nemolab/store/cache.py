@@ -6,11 +6,15 @@ from typing import NamedTuple
 import numpy as np
 
 from nemolab.errors import StoreError
+from nemolab.progress import say
 from nemolab.store.arena import Arena
 from nemolab.store.lru import LRU
 from nemolab.store.reader import DEFAULT_THREADS, BlockReader, Pending
+from nemolab.system.memory import read_memory
+from nemolab.units import show_bytes
 
 RING = 32  # experts of a prompt batch
+STEP_BYTES = 64 * 2**20  # memory is asked after again each time the cache has grown by so much
 
 
 class ExpertCache:
@@ -19,6 +23,8 @@ class ExpertCache:
     budget_bytes | slots  how much stays (one of the two); capped at what the store holds, refused below top_k blocks
     reader                a BlockReader to use and leave open; by default one of its own with `threads` threads
     ring                  experts in a prompt batch; two such banks are kept beside the budget, once a prompt is seen
+    .slots                blocks it may hold. Memory is taken as blocks come in, and looked after again on the way: when
+                          others have taken it meanwhile, the cache stays at what it has, says so, and .slots is less
     .arena                uint8 [rows, block_bytes]; `lookup_rows` and `stream_rows` answer with its row numbers
     For one thread at a time. Close it, or use it in a `with` block.
     Raises StoreError for sizes that cannot work, ids out of range, a batch larger than the cache, a failed read.
@@ -56,6 +62,7 @@ class ExpertCache:
         self._views = list(self.arena)
         self._row_of: dict[int, int] = {}  # block index -> row
         self._free_rows = list(range(self.slots - 1, -1, -1))  # low rows first: untouched memory is not taken
+        self._granted = 0  # rows that memory was found for
         self._counts: dict[str, list[int]] = {}
         self._streaming = False
         self._own_reader = reader is None
@@ -89,6 +96,8 @@ class ExpertCache:
             raise StoreError(f"a batch of {len(set(keys))} experts does not fit a cache of {self.slots} blocks")
         row_of = self._row_of
         absent = [key for key in keys if key not in row_of]
+        if absent and self._granted < self.slots:
+            self._grow(len(row_of) + len(set(absent)), len(set(keys)))
         try:
             hits, misses, victims = self._lru.batch(keys, self.block_bytes)
             if misses:
@@ -167,6 +176,27 @@ class ExpertCache:
             )
         base = layer * self._n_experts
         return [base + expert for expert in ids]
+
+    def _grow(self, wanted: int, batch: int) -> None:
+        """Before blocks come into rows that were never filled: is the memory still there? Else stay at what is filled.
+
+        wanted  blocks held if nothing left; batch  those of this lookup, which need rows whatever memory says
+        """
+        while self._granted < min(wanted, self.slots):
+            step = min(max(1, STEP_BYTES // self.block_bytes), self.slots - self._granted)
+            memory = read_memory()
+            if memory.room_bytes >= step * self.block_bytes:
+                self._granted += step
+                continue
+            stay = min(max(self._granted, batch, self.store.config.top_k), self.slots)
+            say(
+                f"cache: stays at {stay:,} of {self.slots:,} blocks: {show_bytes(memory.available_bytes)} are left "
+                f"(limit: {memory.tightest.name}), {show_bytes(memory.reserve_bytes)} must stay free"
+            )
+            # In this order: interrupted between two of them, the cache asks again and is sound.
+            self._lru.capacity_bytes = stay * self.block_bytes
+            self._free_rows = [row for row in self._free_rows if row < stay]
+            self._granted = self.slots = stay
 
     def _fill(self, misses: list[int], victims: list[int]) -> None:
         """Read the misses into rows of their own, those of the victims first of all."""
