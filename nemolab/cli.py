@@ -10,7 +10,7 @@ import traceback
 import click
 
 from nemolab import __version__
-from nemolab.commands import bench, chat, compare, plan, repack, run
+from nemolab.commands import bench, chat, compare, doctor, plan, repack, run, synth
 from nemolab.commands.verb import Settings, shared_options
 from nemolab.errors import NemolabError, UsageError
 
@@ -42,6 +42,7 @@ def root(context):
 
     \b
     A first walk, each line a minute or less:
+      nemolab doctor                       what this machine can do, with advice
       nemolab plan                         bytes one token reads, part by part
       nemolab repack --to /tmp/store       one block an expert, for direct reads
       nemolab verify /tmp/store            the blocks against their checksums
@@ -55,6 +56,7 @@ def root(context):
 
 # In the order in which a newcomer meets them. These modules import nothing heavy: `nemolab --help` must be quick.
 for command in (
+    doctor.doctor,
     plan.plan,
     plan.inventory,
     repack.repack,
@@ -64,6 +66,7 @@ for command in (
     run.run,
     run.lab,
     bench.bench,
+    synth.synth,
 ):
     root.add_command(command)
 

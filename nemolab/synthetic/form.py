@@ -1,0 +1,116 @@
+"""A form: everything that decides a synthetic checkpoint's files but its random bits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from nemolab.checkpoint.config import ModelConfig
+from nemolab.checkpoint.formats import GROUP
+from nemolab.errors import UsageError
+
+QUANTISED = ("nvfp4", "fp8")
+FORMATS = (*QUANTISED, "bf16", "f16", "f32")
+
+_OWNERS = {  # kind of module -> kind of layer it stands in
+    "in_proj": "mamba", "out_proj": "mamba", "q_proj": "attention", "k_proj": "attention", "v_proj": "attention",
+    "o_proj": "attention", "up_proj": "mlp", "down_proj": "mlp",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FormatTable:
+    """Which format each module is stored in.
+
+    kinds    kind of module ("in_proj", "experts", "mtp.experts", "lm_head") -> a format, or one for each layer of its
+             type in turn: the third Mamba layer takes the third; models with more layers begin again. Not named: BF16
+    modules  canonical module name -> format; wins
+    """
+
+    kinds: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
+    modules: Mapping[str, str] = field(default_factory=dict)
+
+    def of(self, module: str, part: str, ordinal: int) -> str:
+        """The format of a module in the `ordinal`-th layer of its type."""
+        if module in self.modules:
+            return self.modules[module]
+        kind = kind_of(module, part)
+        found = self.kinds.get(kind, "bf16")
+        return found if isinstance(found, str) else found[ordinal % len(found)]
+
+
+@dataclass(frozen=True)
+class Form:
+    """A checkpoint to be written.
+
+    text         the language model's config.json, without quantisation; its list of layers in the spelling wanted
+    outer        fields around `llm_config` of a multimodal config.json; None for a language model alone
+    prefix       how the backbone is spelled
+    metadata     "both", "config", "hf_quant" or "none": where the formats are said
+    uniform      the older metadata: one algorithm and what is excluded
+    kv_cache     what the metadata says about the key-value cache
+    weight_only  formats whose modules have no input_scale
+    kv_scales    attention layers keep a scale each for keys and values
+    vision       "timm" or "hf" names, or None
+    sparsity     share of the routed experts' neurons that ReLU^2 leaves at zero; 0.5: nothing is planted
+    skew         popularity of experts falls as rank^-skew; 0: all alike
+    """
+
+    text: dict[str, Any]
+    formats: FormatTable
+    seed: int = 0
+    name: str = "synthetic"
+    outer: dict[str, Any] | None = None
+    prefix: str = "backbone."
+    metadata: str = "both"
+    uniform: bool = False
+    kv_cache: str | None = "FP8"
+    weight_only: frozenset[str] = frozenset()
+    kv_scales: bool = False
+    input_scale: bool = True
+    scalar_shape: tuple[int, ...] = ()
+    vision: str | None = None
+    sparsity: float = 0.9
+    skew: float = 0.8
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        """The same, read and checked. Raises CheckpointError naming the field."""
+        return ModelConfig.from_dict(self.text, "the synthetic config")
+
+    def has_input_scale(self, format: str) -> bool:
+        return self.input_scale and format in QUANTISED and format not in self.weight_only
+
+
+def kind_of(module: str, part: str) -> str:
+    """What a module is wherever it stands: `in_proj`, `shared_experts.up_proj`, `experts`, `mtp.experts`, `lm_head`."""
+    kind = re.sub(r"^(backbone\.|mtp\.)?(layers\.\d+\.)?(mixer\.)?", "", module)
+    kind = re.sub(r"^experts\..*", "experts", kind)
+    return f"mtp.{kind}" if part == "mtp" else kind
+
+
+def layer_type_of(kind: str) -> str | None:
+    """The type of layer a kind of module stands in; None for what stands in no layer."""
+    if kind.startswith("mtp."):
+        return None
+    if kind in _OWNERS:
+        return _OWNERS[kind]
+    return "moe" if kind.startswith(("experts", "shared_experts", "fc1_latent", "fc2_latent", "gate")) else None
+
+
+def check_form(form: Form) -> None:
+    """Refuse what cannot be stored or run as asked, before anything is written. Raises UsageError naming the field."""
+    from nemolab.synthetic.tensors import list_linears
+
+    config = form.config
+    if "moe" in config.layer_types and config.moe_intermediate_size % GROUP:
+        raise UsageError(f"moe_intermediate_size is {config.moe_intermediate_size}; neurons come in groups of {GROUP}")
+    for name, (rows, columns), format in list_linears(form):
+        if format == "nvfp4" and columns % GROUP:
+            raise UsageError(
+                f"{name} [{rows}, {columns}] cannot be NVFP4: its {columns} columns are no whole groups of {GROUP};"
+                f" choose a size that {GROUP} divides"
+            )

@@ -1,0 +1,282 @@
+"""Every tensor of a form in the order of the files: name, dtype, shape and how its values are drawn.
+
+What is drawn, so that wrong bytes change the logits and the planted facts hold:
+- Embeddings have a spread of 1, other matrices 1/sqrt(columns): what a layer reads and computes has a spread of 1.
+- A *common direction*: the first few columns of the embeddings hold one constant that no layer writes to. Norms hand it
+  to the experts (through `fc1_latent_proj` where there is one), whose `up` rows are negative there: most
+  pre-activations fall below zero, and ReLU^2 leaves the share asked for at zero.
+- A routed expert's output is large enough that a model without it is another model.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+
+from nemolab.checkpoint.config import ModelConfig
+from nemolab.checkpoint.names import CANONICAL_BACKBONE, PREFIXES
+from nemolab.checkpoint.structure import HEAD, Expected, expect_modules
+from nemolab.synthetic import draws
+from nemolab.synthetic.draws import NOTHING, Plant
+from nemolab.synthetic.floats import BITS
+from nemolab.synthetic.form import Form
+from nemolab.synthetic.vision import list_vision
+
+ITEM_BYTES = {"U8": 1, "F8_E4M3": 1, "BF16": 2, "F16": 2, "F32": 4, "I64": 8}
+
+# What a layer adds to the variance of the residual stream, which begins at 1.
+_ADDED = {"mamba": 1.0, "attention": 1.0, "mlp": 1.0, "moe": 2.0}
+_ADDED_BY_SHARED = 0.4  # of the 2.0
+_ADDED_ON_AVERAGE = 1.5
+_EMBEDDED = 2.0  # the common direction in the embeddings
+_HEAD_SPREAD = 2.5  # of the logits: enough that the likeliest token stands out
+_HOLDING = draws.HOLDING_CODES_MEAN / (draws.CODE_RMS * draws.scale_rms())  # entries of `up` that hold back, in rms
+_OCTAVES = 6  # weight_scale_2 of two matrices lie up to 2^5 apart
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor of a file. `key` is its canonical name, from which its values are drawn whatever the prefix."""
+
+    name: str
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    draw: object
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.shape[:-1])
+
+    @property
+    def columns(self) -> int:
+        return self.shape[-1] if self.shape else 1
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+def list_tensors(form: Form) -> list[Tensor]:
+    """All tensors, the backbone first, then head, MTP and vision. Lists only: nothing is drawn."""
+    return list(_Lister(form).everything())
+
+
+def list_linears(form: Form) -> Iterator[tuple[str, tuple[int, int], str]]:
+    """(canonical name, logical shape, format) of every module that is or could be quantised."""
+    lister = _Lister(form)
+    for name, part, expected, ordinal in lister.modules():
+        if len(expected.shape) == 2 and not expected.leaf:
+            yield name, expected.shape, form.formats.of(name, part, ordinal)
+
+
+@dataclass(frozen=True)
+class Direction:
+    """The common direction of a form: how wide it is and how strong where.
+
+    hidden, latent  columns of the hidden state and of what experts read; 0: nothing is planted
+    at_experts      its value in what the experts read, which gives the wanted share of zeros
+    after_norm      its value in the normed hidden state of MoE layers
+    threshold       pre-activations lie this many spreads below zero
+    """
+
+    hidden: int
+    latent: int
+    at_experts: float
+    after_norm: float
+    threshold: float
+
+    @classmethod
+    def of(cls, form: Form) -> Direction:
+        config = form.config
+        if form.sparsity <= 0.5 or "moe" not in (*config.layer_types, *config.mtp_layer_types):
+            return cls(0, 0, 0.0, 0.0, 0.0)
+        hidden, width = _columns(config.hidden_size), _columns(config.expert_in)
+        threshold = NormalDist().inv_cdf(form.sparsity)
+        at_experts = threshold * math.sqrt(max(1, config.expert_in - width)) / (width * _HOLDING)
+        return cls(hidden, width, at_experts, _EMBEDDED if config.moe_latent_size else at_experts, threshold)
+
+
+def _columns(width: int) -> int:
+    return max(2, min(16, width // 8 // 2 * 2))
+
+
+class _Lister:
+    def __init__(self, form: Form):
+        self.form, self.config = form, form.config
+        self.direction = Direction.of(form)
+        self.fourth_moment = upper_moment(self.direction.threshold)
+
+    def everything(self) -> Iterator[Tensor]:
+        for name, part, expected, ordinal in self.modules():
+            yield from self._module(name, part, expected, ordinal)
+        if self.form.vision:
+            for name, dtype, shape, draw in list_vision(self.form):
+                yield Tensor(name, name, dtype, shape, draw)
+
+    def modules(self) -> Iterator[tuple[str, str, Expected, int]]:
+        """(canonical name, part, what it is, which layer of its type it stands in)"""
+        counts: dict[str, int] = {}
+        ordinals = []
+        for kind in self.config.layer_types:
+            ordinals.append(counts.get(kind, 0))
+            counts[kind] = ordinals[-1] + 1
+        for name, expected in expect_modules(self.config).items():
+            layer = layer_of(name)
+            yield name, expected.part, expected, ordinals[layer] if layer is not None else 0
+        for name, expected in mtp_modules(self.config).items():
+            yield name, "mtp", expected, 0
+
+    def _module(self, name: str, part: str, expected: Expected, ordinal: int) -> Iterator[Tensor]:
+        shape, form = expected.shape, self.form
+        format = form.formats.of(name, part, ordinal)
+        role = name.rpartition("mixer.")[2] if "mixer." in name else name.rpartition(".")[2]
+        if role.startswith("experts."):
+            role = "experts." + role.rpartition(".")[2]
+        if len(shape) == 2 and not expected.leaf:
+            yield from self._linear(name, shape, format, *self._matrix(role, shape))
+        elif role == "conv1d":
+            draw = draws.float_matrix("bf16", shape[-1] ** -0.5)
+            yield self._tensor(f"{name}.weight", "BF16", shape, draw)
+        else:
+            stored = name if expected.leaf else f"{name}.weight"
+            draw = self._vector(name, role, shape[0])
+            yield self._tensor(stored, BITS[draw_format(draw)].dtype, shape, draw)
+        if expected.bias:
+            zero = self.direction.hidden if role in WRITERS else 0
+            draw = draws.Vector("bf16", 0.0, 0.05, zero, 0.0)
+            yield self._tensor(f"{name}.bias", "BF16", shape[:1], draw)
+        if form.kv_scales and part == "attention" and role in ("k_proj", "v_proj"):
+            yield self._scalar(f"{name}.{role[0]}_scale", 1.0, ())
+
+    def _matrix(self, role: str, shape: tuple[int, int]) -> tuple[float, Plant]:
+        """(rms of the ordinary entries, what is planted) for a matrix of a role."""
+        rows, columns = shape
+        spread, way = columns**-0.5, self.direction
+        unwritten = Plant(zero_rows=way.hidden) if way.hidden else NOTHING
+        latent = bool(self.config.moe_latent_size)
+        if role == "embeddings":
+            return 1.0, Plant(columns=way.hidden, value=_EMBEDDED) if way.hidden else NOTHING
+        if role == HEAD:
+            return _HEAD_SPREAD * spread, NOTHING
+        if role == "gate":
+            return spread, Plant(columns=way.hidden) if way.hidden else NOTHING
+        if role in ("out_proj", "o_proj"):
+            return spread, unwritten
+        if role in ("down_proj", "shared_experts.down_proj"):  # ReLU^2 of N(0, 1): a mean square of 1.5
+            added = 1.0 if role == "down_proj" else _ADDED_BY_SHARED
+            return spread * math.sqrt(added / 1.5), unwritten
+        if role == "fc1_latent_proj" and way.hidden:
+            carry = way.at_experts / (way.hidden * way.after_norm)
+            plant = Plant(columns=way.hidden, carry_rows=way.latent, carry=carry)
+            return max(1, columns - way.hidden) ** -0.5, plant
+        if role == "fc2_latent_proj":
+            return spread * math.sqrt(self._added_by_routed()), unwritten
+        if role == "experts.up_proj" and way.latent:
+            spread = max(1, columns - way.latent) ** -0.5
+            return spread, Plant(columns=way.latent, value=-_HOLDING * spread)
+        if role == "experts.down_proj":
+            spread *= math.sqrt(self._expert_variance() / self.fourth_moment)
+            return (spread, NOTHING) if latent else (spread * math.sqrt(self._added_by_routed()), unwritten)
+        return spread, NOTHING
+
+    def _added_by_routed(self) -> float:
+        return _ADDED["moe"] - (_ADDED_BY_SHARED if self.config.n_shared_experts else 0.0)
+
+    def _expert_variance(self) -> float:
+        """Of one expert's output, so that the weighted sum of a token's experts has a variance of 1."""
+        config = self.config
+        weight = config.routed_scaling_factor * (1 / config.top_k if config.norm_topk_prob else 0.6)
+        return 1 / (config.top_k * weight**2) if weight else 1.0
+
+    def _vector(self, name: str, role: str, width: int):
+        way = self.direction
+        if role == "A_log":
+            return draws.Numbers("bf16", tuple(math.log(head + 1) for head in range(width)))
+        if role == "dt_bias":
+            steps = [math.exp(math.log(1e-3) + math.log(100) * head / max(1, width - 1)) for head in range(width)]
+            return draws.Numbers("bf16", tuple(math.log(math.expm1(step)) for step in steps))
+        if role == "D":
+            return draws.Numbers("bf16", (1.0,) * width)
+        if role == "gate.e_score_correction_bias":
+            return draws.Popularity(self.config.top_k, self.form.skew)
+        if name == "backbone.norm_f" and self.config.tie_word_embeddings:
+            tied = _HEAD_SPREAD * width**-0.5
+            return draws.Vector("bf16", tied, tied / 10)
+        layer = layer_of(name)
+        if role == "norm" and way.hidden and name.endswith(f".{layer}.norm") and self._is_moe(name, layer):
+            variance = 1 + way.hidden * (_EMBEDDED**2 - 1) / width + _ADDED_ON_AVERAGE * layer
+            return draws.Vector("bf16", 1.0, 0.1, way.hidden, way.after_norm * math.sqrt(variance) / _EMBEDDED)
+        return draws.Vector("bf16", 1.0, 0.1)
+
+    def _is_moe(self, name: str, layer: int) -> bool:
+        types = self.config.layer_types if name.startswith(CANONICAL_BACKBONE) else self.config.mtp_layer_types
+        return layer < len(types) and types[layer] == "moe"
+
+    def _linear(self, name: str, shape: tuple[int, int], format: str, spread: float, plant: Plant) -> Iterator[Tensor]:
+        rows, columns = shape
+        if format == "nvfp4":
+            octave = zlib.crc32(name.encode()) % _OCTAVES
+            codes, scales, scale_2 = draws.nvfp4_matrix(spread, octave, plant)
+            yield self._tensor(f"{name}.weight", "U8", (rows, columns // 2), codes)
+            yield self._tensor(f"{name}.weight_scale", "F8_E4M3", (rows, columns // 16), scales)
+            yield self._scalar(f"{name}.weight_scale_2", scale_2, self.form.scalar_shape)
+        elif format == "fp8":
+            draw, scale = draws.fp8_matrix(spread, plant)
+            yield self._tensor(f"{name}.weight", "F8_E4M3", shape, draw)
+            yield self._scalar(f"{name}.weight_scale", scale, self.form.scalar_shape)
+        else:
+            draw = draws.float_matrix(format, spread, plant)
+            yield self._tensor(f"{name}.weight", BITS[format].dtype, shape, draw)
+        if self.form.has_input_scale(format):
+            yield self._scalar(f"{name}.input_scale", 0.01, self.form.scalar_shape)
+
+    def _scalar(self, key: str, value: float, shape: tuple[int, ...]) -> Tensor:
+        return self._tensor(key, "F32", shape, draws.Numbers("f32", (value,)))
+
+    def _tensor(self, key: str, dtype: str, shape: tuple[int, ...], draw) -> Tensor:
+        return Tensor(stored_name(key, self.form.prefix), key, dtype, tuple(shape), draw)
+
+
+WRITERS = ("out_proj", "o_proj", "down_proj", "shared_experts.down_proj", "fc2_latent_proj", "fc1_latent_proj")
+
+
+def mtp_modules(config: ModelConfig) -> dict[str, Expected]:
+    """The multi-token-prediction block: norms and a projection in front, its layers, a norm behind."""
+    if not config.num_nextn_predict_layers:
+        return {}
+    layer_types, hidden = config.mtp_layer_types or ("attention", "moe"), config.hidden_size
+    found = {f"mtp.layers.0.{name}": Expected("mtp", (hidden,)) for name in ("enorm", "hnorm")}
+    found["mtp.layers.0.eh_proj"] = Expected("mtp", (hidden, 2 * hidden))
+    for name, module in expect_modules(replace(config, layer_types=layer_types)).items():
+        if name.startswith("backbone.layers."):
+            found[name.replace("backbone", "mtp", 1)] = module
+    found[f"mtp.layers.{len(layer_types) - 1}.final_layernorm"] = Expected("mtp", (hidden,))
+    return found
+
+
+def stored_name(canonical: str, prefix: str) -> str:
+    """A canonical name as a checkpoint with this prefix spells it."""
+    if canonical.startswith(CANONICAL_BACKBONE):
+        return prefix + canonical.removeprefix(CANONICAL_BACKBONE)
+    root = PREFIXES[prefix]
+    return root + canonical if canonical.startswith((f"{HEAD}.", "mtp.")) or canonical == HEAD else canonical
+
+
+def layer_of(name: str) -> int | None:
+    """N of `....layers.N....`"""
+    head, found, rest = name.partition(".layers.")
+    return int(rest.partition(".")[0]) if found else None
+
+
+def upper_moment(threshold: float) -> float:
+    """Mean square of ReLU^2 of a normal number `threshold` spreads below zero: E[max(0, N - threshold)^4]."""
+    normal, t = NormalDist(), threshold
+    return (t**4 + 6 * t**2 + 3) * (1 - normal.cdf(t)) - (t**3 + 5 * t) * normal.pdf(t)
+
+
+def draw_format(draw) -> str:
+    return "f32" if isinstance(draw, draws.Popularity) else draw.format

@@ -1,0 +1,302 @@
+"""Writing a form to disk: spans of about 8 MiB are drawn and written by a few threads, each at its own place."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nemolab.errors import NemolabError, UsageError
+from nemolab.progress import Progress
+from nemolab.synthetic.draws import random_bytes
+from nemolab.synthetic.facts import Facts, planted, shape_facts
+from nemolab.synthetic.form import Form
+from nemolab.synthetic.metadata import config_json, hf_quant_json
+from nemolab.synthetic.shapes import make_form
+from nemolab.synthetic.shards import Shard, index_json, split
+from nemolab.synthetic.small_files import small_files
+from nemolab.synthetic.tensors import ITEM_BYTES, Tensor, list_tensors
+from nemolab.units import show_bytes
+
+SPAN_BYTES = 8 << 20
+BLOCK_BYTES = 4 << 20  # rows drawn from one seed; part of what a seed means, so it stays
+MOST_THREADS = 8
+PARTIAL = ".partial"
+
+_STORAGE = {
+    "U8": np.uint8,
+    "F8_E4M3": np.uint8,
+    "BF16": np.uint16,
+    "F16": np.uint16,
+    "F32": np.uint32,
+    "I64": np.uint64,
+}
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written. `bytes`: data of all tensors; `facts`: what follows from the shape; `planted`: on purpose."""
+
+    folder: str
+    name: str
+    seed: int
+    tensors: int
+    bytes: int
+    file_bytes: int
+    shards: int
+    seconds: float
+    facts: Facts
+    planted: dict[str, Any]
+
+
+def write(
+    folder: str | Path,
+    shape: str = "super",
+    *,
+    moe_layers: int | None = None,
+    settings: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    shards: int | None = None,
+    shard_bytes: int | None = None,
+    layers_as: str | None = None,
+    vision_as: str | None = None,
+    mtp: bool = True,
+    sparsity: float = 0.9,
+    skew: float = 0.8,
+    progress: Progress | None = None,
+) -> Written:
+    """Write a synthetic checkpoint of a published form into a new or empty folder.
+
+    shape        "super", "super35", "super35-vl", "nano", "lightning" or "tiny"
+    moe_layers   keep the first N MoE layers and what lies between them (and one attention layer); None: all
+    settings     config.json fields to change, such as {"n_routed_experts": 48, "hidden_size": 256}
+    seed         the same seed writes the same bytes. A tensor's random bits depend on the seed, its name and its shape
+    shards       how many files; or shard_bytes: the most of one (about); neither: 5 GB, and three files at least
+    layers_as    how config.json lists the layers: "pattern", "block_types", "linear_block_types" or "layer_types"
+    vision_as    "timm" or "hf": names of the vision tower, super35-vl only
+    mtp          whether the multi-token-prediction block is there, in shapes that have one
+    sparsity     share of routed neurons left at zero by ReLU^2;  skew: popularity of experts falls as rank^-skew
+    progress     called with (bytes done, bytes in all)
+    Memory stays below about 100 MiB and twice SPAN_BYTES a thread, whatever the size. config.json comes last: what is
+    interrupted is no checkpoint, and is removed again if Python still runs. Raises UsageError for what cannot be asked
+    for and NemolabError for a folder that is not empty or a disk that is too small.
+    """
+    form = make_form(
+        shape,
+        moe_layers=moe_layers,
+        settings=settings,
+        layers_as=layers_as,
+        vision_as=vision_as,
+        mtp=mtp,
+        seed=seed,
+        sparsity=sparsity,
+        skew=skew,
+    )
+    return write_form(form, folder, shards=shards, shard_bytes=shard_bytes, progress=progress)
+
+
+def write_form(
+    form: Form,
+    folder: str | Path,
+    *,
+    shards: int | None = None,
+    shard_bytes: int | None = None,
+    index: bool | None = None,
+    progress: Progress | None = None,
+) -> Written:
+    """Write any form; see `write`. `index`: whether there is one; None: where there is more than one file."""
+    folder, began = Path(folder), time.perf_counter()
+    tensors = list_tensors(form)
+    files = split(tensors, shards, shard_bytes, index)
+    texts = _texts(form, files)
+    file_bytes = sum(shard.file_bytes for shard in files) + sum(len(text.encode()) for text in texts.values())
+    with _claimed(folder, file_bytes) as made:
+        _write_shards(form.seed, folder, files, made, progress)
+        for name, text in texts.items():  # config.json is the last
+            path = folder / (name + PARTIAL)
+            made.append(path)
+            with open(path, "x", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            made[-1] = path.rename(folder / name)
+        _sync_folder(folder)
+    return Written(
+        folder=str(folder),
+        name=form.name,
+        seed=form.seed,
+        tensors=len(tensors),
+        bytes=sum(shard.data_bytes for shard in files),
+        file_bytes=file_bytes,
+        shards=len(files),
+        seconds=time.perf_counter() - began,
+        facts=shape_facts(form, tensors),
+        planted=planted(form),
+    )
+
+
+def draw_tensor(tensor: Tensor, seed: int) -> np.ndarray:
+    """All stored bits of a tensor, [rows, columns] in an unsigned integer type."""
+    return np.concatenate([_draw_block(tensor, seed, first) for first in range(0, tensor.rows, _block_rows(tensor))])
+
+
+def _texts(form: Form, files: list[Shard]) -> dict[str, str]:
+    """Small files by name in the order they are written."""
+    config = form.config
+    texts = small_files(config.vocab_size, min(config.max_position_embeddings, 2**31))
+    said = hf_quant_json(form)
+    if said is not None:
+        texts["hf_quant_config.json"] = json.dumps(said, indent=1)
+    index = index_json(files)
+    if index:
+        texts[index[0]] = index[1]
+    return texts | {"config.json": json.dumps(config_json(form), indent=1)}
+
+
+@contextlib.contextmanager
+def _claimed(folder: Path, needed_bytes: int) -> Iterator[list[Path]]:
+    """A new or empty folder with room; the list names files to remove if the block fails."""
+    if folder.exists() and not folder.is_dir():
+        raise NemolabError(f"{folder} is a file; a new or empty folder was expected")
+    inside = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+    if inside:
+        unfinished = any(name.endswith(PARTIAL) for name in inside)
+        what = "an unfinished checkpoint, as an interrupted call leaves it" if unfinished else f"{inside[0]!r}"
+        raise NemolabError(f"{folder} holds {what}; remove it or choose a new or empty folder")
+    missing = []
+    existing = folder.absolute()
+    while not existing.exists():
+        missing.append(existing)
+        existing = existing.parent
+    status = os.statvfs(existing)
+    free_bytes = status.f_bavail * status.f_frsize
+    if free_bytes < needed_bytes:
+        raise NemolabError(
+            f"{folder}: the checkpoint needs {needed_bytes:,} bytes ({show_bytes(needed_bytes)}), {free_bytes:,}"
+            f" ({show_bytes(free_bytes)}) are free; keep fewer layers (--moe-layers) or smaller sizes (--set)"
+        )
+    made: list[Path] = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield made
+    except BaseException as error:
+        for path in made:
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            for path in missing:
+                path.rmdir()
+        if isinstance(error, OSError):
+            raise NemolabError(f"{folder}: cannot be written ({error.strerror or error})") from error
+        raise
+
+
+def _write_shards(seed: int, folder: Path, files: list[Shard], made: list[Path], progress: Progress | None) -> None:
+    threads = max(1, min(MOST_THREADS, os.cpu_count() or 1))
+    total, done = sum(shard.data_bytes for shard in files), 0
+    stop = threading.Event()
+    with ThreadPoolExecutor(threads, thread_name_prefix="synth") as pool:
+        try:
+            for shard in files:
+                path = folder / (shard.name + PARTIAL)
+                made.append(path)
+                with open(path, "xb", buffering=0) as file:
+                    os.truncate(file.fileno(), shard.file_bytes)
+                    _write_at(file.fileno(), shard.header, 0)
+                    pending: set[Future[int]] = set()
+                    for span in _spans(shard):
+                        if len(pending) > threads:
+                            finished, pending = wait(pending, return_when=FIRST_COMPLETED)
+                            done += sum(future.result() for future in finished)
+                            if progress:
+                                progress(done, total)
+                        pending.add(pool.submit(_write_span, seed, file.fileno(), span, stop))
+                    done += sum(future.result() for future in wait(pending).done)
+                    os.fsync(file.fileno())
+                made[-1] = path.rename(folder / shard.name)
+                if progress:
+                    progress(done, total)
+        except BaseException:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Consecutive blocks of rows: where they begin in the file, how many bytes, (tensor, first row) of each."""
+
+    offset_bytes: int
+    nbytes: int
+    blocks: tuple[tuple[Tensor, int], ...]
+
+
+def _spans(shard: Shard) -> Iterator[_Span]:
+    start = at = len(shard.header)
+    blocks: list[tuple[Tensor, int]] = []
+    for tensor in shard.tensors:
+        step = _block_rows(tensor)
+        for first in range(0, tensor.rows, step):
+            blocks.append((tensor, first))
+            at += min(step, tensor.rows - first) * tensor.columns * ITEM_BYTES[tensor.dtype]
+            if at - start >= SPAN_BYTES:
+                yield _Span(start, at - start, tuple(blocks))
+                start, blocks = at, []
+    if blocks:
+        yield _Span(start, at - start, tuple(blocks))
+
+
+def _write_span(seed: int, descriptor: int, span: _Span, stop: threading.Event) -> int:
+    buffer = np.empty(span.nbytes, np.uint8)
+    at = 0
+    for tensor, first in span.blocks:
+        if stop.is_set():
+            return 0
+        bits = _draw_block(tensor, seed, first).reshape(-1).view(np.uint8)
+        buffer[at : at + bits.size] = bits
+        at += bits.size
+    _write_at(descriptor, buffer, span.offset_bytes)
+    return span.nbytes
+
+
+def _draw_block(tensor: Tensor, seed: int, first: int) -> np.ndarray:
+    rows = min(_block_rows(tensor), tensor.rows - first)
+    out = np.empty((rows, tensor.columns), _STORAGE[tensor.dtype])
+    need = tensor.draw.random_bytes
+    random = random_bytes(seed, tensor.key, first, (rows, tensor.columns * need)) if need else None
+    tensor.draw.fill(out, random, first, tensor.rows)
+    return out
+
+
+def _block_rows(tensor: Tensor) -> int:
+    return max(1, BLOCK_BYTES // (tensor.columns * ITEM_BYTES[tensor.dtype]))
+
+
+def _write_at(descriptor: int, data, offset_bytes: int) -> None:
+    view = memoryview(data).cast("B")
+    while view:
+        count = os.pwrite(descriptor, view, offset_bytes)
+        view, offset_bytes = view[count:], offset_bytes + count
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def check_seed(seed: int) -> int:
+    """A seed as it is used. Raises UsageError unless it is a whole number from 0 to 2^63 - 1."""
+    if type(seed) is not int or not 0 <= seed < 2**63:
+        raise UsageError(f"seed is {seed!r}; a whole number from 0 to 2^63 - 1 was expected")
+    return seed
