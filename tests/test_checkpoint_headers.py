@@ -184,7 +184,8 @@ def test_broken_json_is_refused(tmp_path, header, words):
         (b"PK\x03\x04" + bytes(200), "PyTorch pickle"),
         (b"GGUF" + bytes(200), "GGUF"),
         (b'{"error": "Access to model is restricted"}', "text file that begins"),
-        (bytes(100), "no safetensors header"),
+        (bytes(100), "begins with zeros only"),
+        (struct.pack("<Q", 50) + bytes(100), "no safetensors header"),
         (struct.pack("<Q", 500) + b"{" + bytes(100), "says its header has 500 bytes, but the file has 109"),
     ],
 )

@@ -55,17 +55,79 @@ def test_the_older_uniform_form_is_read(tmp_path):
     ]
 
 
-def test_two_forms_that_contradict_each_other_are_noted_by_module(tmp_path):
+def test_two_forms_that_contradict_each_other_are_refused_with_the_module_and_both_verdicts(tmp_path):
     folder = write_checkpoint(tmp_path, metadata="both")
     edit_quant(folder, lambda quant: quant["quantized_layers"].update({IN_PROJ: {"quant_algo": "NVFP4"}}))
-    notes = complaints(folder)
-    assert any(
-        note.startswith("config.json: quantization_config says") and "hf_quant_config.json says nvfp4" in note
-        for note in notes
+    message = refusal(folder)
+    assert message.startswith(
+        f"config.json: quantization_config says {IN_PROJ} is fp8, hf_quant_config.json says it is nvfp4; its tensors in"
+        " model-00001-of-00003.safetensors are fp8"
     )
-    assert any(
-        "hf_quant_config.json says backbone.layers.*.mixer.in_proj is nvfp4, the tensors are fp8" in n for n in notes
+
+
+@pytest.mark.parametrize(
+    ("edit", "verdicts", "many"),
+    [
+        (lambda q: q["quantized_layers"].pop(IN_PROJ) and None, "hf_quant_config.json says it is not quan", False),
+        (lambda q: q.update(quantized_layers={}, quant_algo="FP8"), "hf_quant_config.json says it is fp8", True),
+        (lambda q: q["quantized_layers"].update({"lm_head": "FP8"}), "says lm_head is not quantised", False),
+        (lambda q: q.update(quantized_layers={"*.layers.1.*": "FP8"}), "config.json says it is not quantised", True),
+    ],
+)  # fmt: skip
+def test_contradictions_of_every_kind_are_found(tmp_path, edit, verdicts, many):
+    folder = copy_checkpoint(tmp_path / "model", metadata="both")
+    edit_quant(folder, edit)
+    message = refusal(folder)
+    assert verdicts in message and "its tensors in model-0000" in message and ("more modules" in message) == many
+
+
+HARMLESS = {
+    "globs for names": lambda q: q.update(
+        quantized_layers={"backbone.layers.*.mixer.experts.*": "NVFP4", "*shared_experts*": "FP8",
+                          "*.in_proj": "FP8", "*.out_proj": "FP8"}),
+    "containers for modules": lambda q: q.update(
+        quantized_layers={"backbone.layers.1.mixer.experts": {"quant_algo": "W4A16_NVFP4"},
+                          "backbone.layers.4.mixer.experts": {"quant_algo": "NVFP4", "group_size": 16},
+                          "backbone.layers.1.mixer.shared_experts": "FP8",
+                          "backbone.layers.4.mixer.shared_experts": "FP8",
+                          "backbone.layers.0.mixer": "FP8", "backbone.layers.2.mixer": "FP8"}),
+    "another prefix": lambda q: q.update(
+        quantized_layers={f"model.{name[9:]}": entry for name, entry in q["quantized_layers"].items()}),
+    "excluded beside a table": lambda q: q.update(exclude_modules=["mtp*", "lm_head", "*gate", "*conv1d", "*norm*"]),
+    "silent": lambda q: (q.clear(), q.update(quant_algo="MIXED_PRECISION", kv_cache_quant_algo="FP8"))[0],
+    "entries for what is not stored": lambda q: q["quantized_layers"].update({"backbone.layers.99.x": "FP8"}),
+    "about the MTP block only": lambda q: q["quantized_layers"].update({"mtp*": "FP8"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HARMLESS)
+def test_two_forms_may_say_the_same_differently(tmp_path, case):
+    folder = copy_checkpoint(tmp_path / "model", metadata="both", mtp=True)
+    edit_quant(folder, HARMLESS[case])
+    Checkpoint.open(folder)
+
+
+def test_targets_that_are_patterns_contradict_nobody(tmp_path):
+    folder = copy_checkpoint(tmp_path / "model", metadata="both")
+    edit_json(
+        folder / "config.json",
+        lambda config: config.update(quantization_config={"config_groups": groups(4, ["re:.*experts.*"])}),
     )
+    Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda q: q["quantized_layers"].update({IN_PROJ: {"quant_algo": "NVFP4", "group_size": 32}}),
+        lambda q: q.update(quant_algo="NVFP4", group_size=32, quantized_layers=None),
+        lambda q: q.update(config_groups={"g": {"weights": {"type": "float", "num_bits": 4, "group_size": 32}}}),
+    ],
+)
+def test_another_group_size_is_refused(folder, edit):
+    edit_quant(folder, edit)
+    message = refusal(folder)
+    assert "hf_quant_config.json" in message and "group_size is 32; NVFP4 has groups of 16" in message
 
 
 def test_modules_that_are_listed_as_excluded_but_stored_quantised_are_reported_by_layer(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,14 +11,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nemolab.checkpoint.config import CONFIG_FILE, ModelConfig
-from nemolab.checkpoint.formats import nan_scales
 from nemolab.checkpoint.modules import Module, find_modules
 from nemolab.checkpoint.names import canonical_name, find_prefix
-from nemolab.checkpoint.quant_metadata import cross_check_metadata
+from nemolab.checkpoint.quant_metadata import cross_check_metadata, read_metadata
 from nemolab.checkpoint.reading import read_range, read_range_into
 from nemolab.checkpoint.safetensors_header import Header, TensorEntry
 from nemolab.checkpoint.shards import open_shards
 from nemolab.checkpoint.structure import EMBEDDINGS, HEAD
+from nemolab.checkpoint.values import check_block_scales, check_factor, check_order, check_piece
 from nemolab.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class Checkpoint:
         if not folder.is_dir():
             what = "is a file" if folder.exists() else "does not exist"
             raise CheckpointError(f"{folder} {what}; the folder of a checkpoint was needed")
-        if not (folder / CONFIG_FILE).exists():
+        if not os.path.lexists(folder / CONFIG_FILE):
             raise CheckpointError(f"{folder} has no {CONFIG_FILE}, so it is no checkpoint folder")
         if all((folder / name).is_file() for name in STORE_FILES):
             raise CheckpointError(f"{folder} is a store made by repack; the checkpoint it was made from was needed")
@@ -86,10 +87,11 @@ class Checkpoint:
             shards = open_shards(folder)
         except OSError as error:
             raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}") from error
+        sources = read_metadata(folder, config)  # before the tensors are judged: a foreign quant_method says more
         prefix = find_prefix(shards.tensors)
         tensors = rename_tensors(shards.tensors, prefix)
         modules, module_notes = find_modules(tensors, config)
-        notes = [*config.notes, *shards.notes, *module_notes, *cross_check_metadata(folder, config, modules)]
+        notes = [*config.notes, *shards.notes, *module_notes, *cross_check_metadata(sources, modules)]
         checkpoint = cls(folder, config, prefix, shards.headers, tensors, modules, notes)
         checkpoint._note_untied_head()
         return checkpoint
@@ -118,11 +120,17 @@ class Checkpoint:
         return read_range(self.path / entry.shard, entry.offset_bytes, entry.nbytes)
 
     def read_chunks(self, name: str, chunk_bytes: int) -> Iterator[np.ndarray]:
-        """A tensor's stored bytes in pieces of at most `chunk_bytes`, for tensors larger than one wants to hold."""
+        """A tensor's stored bytes in pieces of at most `chunk_bytes` (a multiple of 8), for tensors one cannot hold.
+
+        Whoever copies a tensor learns what its header cannot show: NaN, negative block scales and impossible factors
+        raise CheckpointError with their place.
+        """
         entry = self.entry(name)
         for start in range(0, entry.nbytes, chunk_bytes):
             length = min(chunk_bytes, entry.nbytes - start)
-            yield read_range(self.path / entry.shard, entry.offset_bytes + start, length)
+            chunk = read_range(self.path / entry.shard, entry.offset_bytes + start, length)
+            check_piece(entry, start, chunk)
+            yield chunk
 
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor with its stored dtype and shape."""
@@ -164,9 +172,9 @@ class Checkpoint:
 
     def scalar(self, name: str) -> float:
         """A one-element F32 tensor as a float. Raises CheckpointError unless it is finite and not negative."""
+        entry = self.entry(name)
         value = float(self.read_bytes(name).view("<f4")[0])
-        if not 0 <= value < np.inf:
-            raise CheckpointError(f"{name} in {self.entry(name).shard} is {value}; a finite factor >= 0 was expected")
+        check_factor(entry, value)
         return value
 
     def fingerprint(self) -> dict[str, dict]:
@@ -217,13 +225,11 @@ def rename_tensors(stored: dict[str, TensorEntry], prefix: str) -> dict[str, Ten
 
 
 def check_expert_scales(expert: ExpertBytes, name: str) -> None:
-    """Raise CheckpointError with coordinates when a block scale is NaN (byte 0x7F or 0xFF): its values would be NaN."""
+    """Raise CheckpointError with coordinates for block scales of an expert that nobody can use.
+
+    NaN (its values would be), negative ones (hardware disagrees about them), and scales in the swizzled order.
+    """
     for matrix in ("up", "down"):
-        scales = getattr(expert, f"{matrix}_scales")
-        places = nan_scales(scales)
-        if len(places):
-            row, group = places[0]
-            raise CheckpointError(
-                f"{name}.{matrix}_proj.weight_scale has the NaN byte {scales[row, group]:#04x} at row {row},"
-                f" group {group}" + (f" (and {len(places) - 1:,} more)" if len(places) > 1 else "")
-            )
+        values, scales = getattr(expert, f"{matrix}_values"), getattr(expert, f"{matrix}_scales")
+        check_block_scales(scales, f"{name}.{matrix}_proj.weight_scale")
+        check_order(values, scales, f"{name}.{matrix}_proj.weight_scale")

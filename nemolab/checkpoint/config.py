@@ -1,6 +1,7 @@
 """ModelConfig: the sizes and switches of a NemotronH model, from any config.json of the family."""
 
 import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,7 @@ class ModelConfig:
         file = path / CONFIG_FILE if path.is_dir() else path
         config = read_json(file)
         generation = file.with_name(GENERATION_FILE)
-        if path.is_dir() and generation.is_file():
+        if path.is_dir() and os.path.lexists(generation):
             stop_ids = read_json(generation).get("eos_token_id")
             return cls.from_dict(config, where=str(file), eos_token_id=stop_ids, eos_where=str(generation))
         return cls.from_dict(config, where=str(file))
@@ -248,15 +249,34 @@ def _find_text_config(config: dict, where: str) -> dict:
     """The language model's part of a config; refuses other families by name."""
     nested = next((key for key in NESTED_KEYS if isinstance(config.get(key), dict)), None)
     text = config[nested] if nested else config
+    _check_architectures(config, text, where)
     types = [str(part.get("model_type")) for part in (config, text) if part.get("model_type") is not None]
     # Spelled nemotron_h, nemotron_h_omni, NemotronH_Nano_VL_V2, ... by the vendor.
-    if not any(name.lower().replace("_", "").replace("-", "").startswith("nemotronh") for name in types):
+    if not any(map(_is_of_the_family, types)):
         found = ", ".join(dict.fromkeys(types)) or "none"
         raise CheckpointError(
             f"{where}: model_type {found[:80]!r} is not of the Nemotron-H family (nemotron_h), the one that is read:"
             " it needs a list of layers (hybrid_override_pattern or layers_block_type) and the sizes of each kind"
         )
     return text
+
+
+def _is_of_the_family(name: str) -> bool:
+    return name.lower().replace("_", "").replace("-", "").startswith("nemotronh")
+
+
+def _check_architectures(config: dict, text: dict, where: str) -> None:
+    """A config need not say its architectures; one that says others only is of another model, whatever model_type."""
+    said: list[str] = []
+    for part in (config, text):
+        names = part.get("architectures")
+        if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+            raise CheckpointError(f"{where}: architectures is {str(names)[:60]!r}; a list of names was expected")
+        said += names or []
+    if said and not any(map(_is_of_the_family, said)):
+        raise CheckpointError(
+            f"{where}: architectures is {', '.join(dict.fromkeys(said))[:80]!r}; a NemotronH architecture was expected"
+        )
 
 
 def _renamed(text: dict) -> dict:

@@ -7,7 +7,10 @@ from typing import Any
 from nemolab.errors import CheckpointError
 
 # The largest honest config.json known is 5.7 MB (a table of 41,100 modules), the largest index 20 MB.
-JSON_LIMIT_BYTES = 200_000_000
+JSON_LIMIT_BYTES = 100_000_000
+# A parsed value takes up to 220 bytes, whatever few bytes it took in the file: this many stay below 1 GiB. The largest
+# honest file has 160,000 tensors, in a header 7 of what is counted here for each.
+MOST_VALUES = 4_000_000
 NAME_LIMIT = 1000
 
 
@@ -16,8 +19,7 @@ def read_json(path: str | Path, limit_bytes: int = JSON_LIMIT_BYTES) -> dict[str
     path = Path(path)
     try:
         if not path.is_file():
-            what = "is not a regular file" if path.exists() else "does not exist"
-            raise CheckpointError(f"{path} {what}; a JSON file was needed")
+            raise CheckpointError(f"{path} {_say_what_it_is(path)}; a JSON file was needed")
         file_bytes = path.stat().st_size
         if file_bytes > limit_bytes:
             raise CheckpointError(f"{path}: {file_bytes:,} bytes of JSON, the limit is {limit_bytes:,}")
@@ -31,6 +33,13 @@ def parse_json_object(raw: bytes, where: str) -> dict[str, Any]:
     """Parse one JSON object; `where` names its origin in errors. Duplicate and unprintable keys are refused."""
     if not raw.strip():
         raise CheckpointError(f"{where} is empty; a JSON object was needed")
+    if raw.startswith(b"\xef\xbb\xbf"):
+        raise CheckpointError(
+            f"{where} begins with a byte order mark; JSON as plain UTF-8 was expected: save it without"
+        )
+    values = raw.count(b",") + raw.count(b"{") + raw.count(b"[")
+    if values > MOST_VALUES:
+        raise CheckpointError(f"{where} holds some {values:,} JSON values; the limit is {MOST_VALUES:,}")
     try:
         parsed = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys)
     except UnicodeDecodeError as error:
@@ -48,6 +57,12 @@ def parse_json_object(raw: bytes, where: str) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise CheckpointError(f"{where} holds a JSON {type(parsed).__name__}; an object was needed")
     return parsed
+
+
+def _say_what_it_is(path: Path) -> str:
+    if path.exists():
+        return "is not a regular file"
+    return "is a link that leads nowhere" if path.is_symlink() else "does not exist"
 
 
 class _DuplicateKey(Exception):

@@ -6,42 +6,24 @@ from dataclasses import dataclass
 from math import prod
 
 from nemolab.checkpoint.config import ModelConfig
+from nemolab.checkpoint.foreign import foreign_form
 from nemolab.checkpoint.formats import GROUP
-from nemolab.checkpoint.names import is_mtp, is_vision
-from nemolab.checkpoint.safetensors_header import TensorEntry
-from nemolab.checkpoint.structure import EMBEDDINGS, HEAD, Expected, expect_modules
+from nemolab.checkpoint.names import is_mtp, is_vision, prefix_of, stored_name
+from nemolab.checkpoint.safetensors_header import TensorEntry, layer_of, place_of
+from nemolab.checkpoint.structure import EMBEDDINGS, HEAD, Expected, expect_modules, expect_mtp
 from nemolab.errors import CheckpointError
 
 PLAIN_FORMATS = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
 QUANTISED_FORMATS = ("nvfp4", "fp8")
 
 # Far above any model known (Nemotron-3-Super has 20,480), far below what would fill the memory with names.
-_MOST_CLAIMED_EXPERTS = 500_000
+_MOST_CLAIMED_EXPERTS = 100_000
+_LISTED = 5
 
 _SUFFIXES = frozenset(("weight", "bias", "weight_scale", "weight_scale_2", "input_scale", "k_scale", "v_scale"))
 _SCALES = ("weight_scale", "weight_scale_2")
 # Scales of the key-value cache: stored beside these projections, of no use to a cache that is not quantised.
 _CACHE_SCALES = {"k_scale": "k_proj", "v_scale": "v_proj"}
-
-# Endings of other people's quantised forms -> what they are. Loading one of these as ModelOpt's gives silent nonsense.
-_FOREIGN = {
-    "weight_packed": "compressed-tensors (its global scale is a divisor)",
-    "weight_global_scale": "compressed-tensors (its global scale is a divisor)",
-    "input_global_scale": "compressed-tensors (its global scale is a divisor)",
-    "weight_shape": "compressed-tensors",
-    "weight_scale_inv": "block-wise FP8 (DeepSeek's form)",
-    "weight_zero_point": "an integer quantisation with zero points",
-    "pre_quant_scale": "AWQ (activations would need its pre_quant_scale)",
-    "qweight": "GPTQ or AWQ",
-    "qzeros": "GPTQ or AWQ",
-    "g_idx": "GPTQ",
-    "absmax": "bitsandbytes",
-    "quant_map": "bitsandbytes",
-    "SCB": "bitsandbytes",
-    "up_proj_blocks": "MXFP4 (gpt-oss's form)",
-    "down_proj_blocks": "MXFP4 (gpt-oss's form)",
-}  # fmt: skip
-_STACKED = re.compile(r"\.experts\.(up_proj|down_proj|gate_up_proj)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +58,15 @@ def find_modules(
     # In the order of the model, not of the files: whatever is wrong is reported at the first layer that has it.
     names = [name for name in expected if name in groups] + [name for name in groups if name not in expected]
     modules = {name: _make_module(name, groups[name], expected.get(name)) for name in names}
-    _check_all_there(modules, expected, config)
+    _check_all_there(modules, expected, config, tensors)
     if "routed" not in without:
         _check_experts_alike(modules, config)
-    return modules, notes + _note_unused(tensors)
+    return modules, notes + _note_unused(tensors) + _note_odd_mtp(modules, config)
 
 
 def _check_claimed_experts(n_tensors: int, config: ModelConfig) -> None:
     """Before a name is made for each: a config of a stranger may claim thousands of millions of experts."""
-    layers, experts = len(config.moe_layers), config.n_experts
+    layers, experts = len(config.moe_layers) + config.mtp_layer_types.count("moe"), config.n_experts
     if layers * experts > max(n_tensors, _MOST_CLAIMED_EXPERTS):
         raise CheckpointError(
             f"config.json says {layers:,} MoE layers with {experts:,} experts each (n_routed_experts);"
@@ -100,57 +82,62 @@ def _group(
     unknown = []
     for name, entry in tensors.items():
         owner, _, suffix = name.rpartition(".")
+        aside = is_mtp(name) or is_vision(name)
         if name in expected and expected[name].leaf:
-            groups[name] = {"weight": entry}
-        elif suffix in _SUFFIXES and (owner in expected or owner == HEAD or is_mtp(name) or is_vision(name)):
-            groups.setdefault(owner, {})[suffix] = entry
-        elif (is_vision(name) or is_mtp(name)) and not _foreign_form(name):
-            groups[name] = {"weight": entry}
+            module, suffix = name, "weight"
+        elif suffix in _SUFFIXES and (owner == HEAD or aside or (owner in expected and not expected[owner].leaf)):
+            module = owner
+        elif aside and not foreign_form(name):
+            module, suffix = name, "weight"
         else:
             unknown.append(entry)
+            continue
+        group = groups.setdefault(module, {})
+        if suffix in group:  # "x" and "x.weight": only beside the tower and MTP, whose names are not known beforehand
+            raise CheckpointError(f"{place_of(entry)} and {group[suffix].source_name} are both the weight of {module}")
+        group[suffix] = entry
     return groups, unknown
 
 
 def _judge_unknown(unknown: list[TensorEntry], config: ModelConfig) -> list[str]:
     """Unknown tensors with bytes are refused: they would be weights that silently do nothing. Empty ones are noted."""
     for entry in unknown:
-        form = _foreign_form(entry.name)
+        form = foreign_form(entry.name)
         if form:
-            raise CheckpointError(f"{_at(entry)}: this is {form}, not ModelOpt's NVFP4 or FP8, and is not read")
+            raise CheckpointError(f"{place_of(entry)}: this is {form}, not ModelOpt's NVFP4 or FP8, and is not read")
     full = [entry for entry in unknown if entry.nbytes]
     if full:
         raise CheckpointError(
-            f"{_at(full[0])}: unknown tensor {full[0].dtype} {list(full[0].shape)}, {full[0].nbytes:,} bytes"
+            f"{place_of(full[0])}: unknown tensor {full[0].dtype} {list(full[0].shape)}, {full[0].nbytes:,} bytes"
             f"{_what_the_layer_is(full[0].name, config)}{_and_more(len(full))}"
         )
-    return [f"unknown and empty, left aside: {entry.source_name}" for entry in unknown]
-
-
-def _foreign_form(name: str) -> str | None:
-    if _STACKED.search(name):
-        return (
-            "the stacked form transformers keeps in memory (all experts in one tensor; save_pretrained unstacks them)"
-        )
-    return _FOREIGN.get(name.rpartition(".")[2])
+    if not unknown:
+        return []
+    names = ", ".join(entry.source_name for entry in unknown[:_LISTED])
+    more = f" and {len(unknown) - _LISTED:,} more" if len(unknown) > _LISTED else ""
+    return [f"unknown and empty, left aside: {names}{more}"]
 
 
 def _make_module(name: str, group: dict[str, TensorEntry], expected: Expected | None) -> Module:
     weight = group.get("weight")
     if weight is None:
         lone = next(iter(group.values()))
-        raise CheckpointError(f"{_at(lone)} is there, but {name}.weight is missing")
+        missing = f"{lone.source_name.rpartition('.')[0]}.weight"
+        raise CheckpointError(f"{place_of(lone)} is there, but {missing} is missing")
     part = expected.part if expected else "vision" if is_vision(name) else "mtp" if is_mtp(name) else "head"
     format, shape = _read_format(name, group, part)
     if expected and shape != expected.shape:
         stored = f" (stored as {weight.dtype} {list(weight.shape)})" if format == "nvfp4" else ""
         raise CheckpointError(
-            f"{_at(weight)} has shape {list(shape)}{stored}; by config.json {list(expected.shape)} was expected"
+            f"{place_of(weight)} has shape {list(shape)}{stored}; by config.json {list(expected.shape)} was expected"
         )
     if part not in ("vision", "mtp"):
         _check_bias(name, group, shape, expected)
     for suffix, projection in _CACHE_SCALES.items():
         if suffix in group and not name.endswith(projection):
-            raise CheckpointError(f"{_at(group[suffix])}: {suffix} belongs beside a {projection} only")
+            raise CheckpointError(f"{place_of(group[suffix])}: {suffix} belongs beside a {projection} only")
+        if suffix in group:
+            _check_scalar(group[suffix])
     return Module(name, part, format, shape, group, sum(entry.nbytes for entry in group.values()))
 
 
@@ -163,13 +150,13 @@ def _read_format(name: str, group: dict[str, TensorEntry], part: str) -> tuple[s
         return "fp8", _check_fp8(name, group)
     stray = next((group[suffix] for suffix in _SCALES if suffix in group), None)
     if stray:
-        raise CheckpointError(f"{_at(stray)} is a scale beside a weight of dtype {weight.dtype}, which needs none")
+        raise CheckpointError(f"{place_of(stray)} is a scale beside a weight of dtype {weight.dtype}, which needs none")
     if weight.dtype in PLAIN_FORMATS:
         return PLAIN_FORMATS[weight.dtype], weight.shape
     if part == "vision":
         return weight.dtype.lower(), weight.shape
     raise CheckpointError(
-        f"{_at(weight)} has dtype {weight.dtype}; U8 (NVFP4), F8_E4M3 (FP8), {', '.join(PLAIN_FORMATS)} are read"
+        f"{place_of(weight)} has dtype {weight.dtype}; U8 (NVFP4), F8_E4M3 (FP8), {', '.join(PLAIN_FORMATS)} are read"
     )
 
 
@@ -178,15 +165,16 @@ def _check_nvfp4(name: str, group: dict[str, TensorEntry]) -> tuple[int, ...]:
     scale = _need(name, group, "weight_scale", "NVFP4 (its weight is U8)")
     if scale.dtype in ("U8", "F8_E8M0"):
         raise CheckpointError(
-            f"{_at(scale)} has dtype {scale.dtype}: this is MXFP4, not ModelOpt's NVFP4, and is not read"
+            f"{place_of(scale)} has dtype {scale.dtype}: this is MXFP4, not ModelOpt's NVFP4, and is not read"
         )
     scale_2 = _need(name, group, "weight_scale_2", "NVFP4 (its weight is U8)")
     if scale.dtype != "F8_E4M3":
-        raise CheckpointError(f"{_at(scale)} has dtype {scale.dtype}; NVFP4 needs F8_E4M3")
+        raise CheckpointError(f"{place_of(scale)} has dtype {scale.dtype}; NVFP4 needs F8_E4M3")
     _check_scalar(scale_2)
     if len(weight.shape) != 2 or weight.shape[1] * 2 % GROUP:
         raise CheckpointError(
-            f"{_at(weight)} is U8 {list(weight.shape)}; NVFP4 needs [rows, columns / 2], columns in groups of {GROUP}"
+            f"{place_of(weight)} is U8 {list(weight.shape)}; NVFP4 needs [rows, columns / 2] with columns in groups of"
+            f" {GROUP}"
         )
     rows, columns = weight.shape[0], weight.shape[1] * 2
     needed = (rows, columns // GROUP)
@@ -198,7 +186,7 @@ def _check_nvfp4(name: str, group: dict[str, TensorEntry]) -> tuple[int, ...]:
             hint = ": a padded, swizzled layout (128 x 4 tiles); only the linear layout is read"
         else:
             hint = ""
-        raise CheckpointError(f"{_at(scale)} has shape {list(scale.shape)}; {list(needed)} was expected{hint}")
+        raise CheckpointError(f"{place_of(scale)} has shape {list(scale.shape)}; {list(needed)} was expected{hint}")
     return (rows, columns)
 
 
@@ -206,7 +194,7 @@ def _check_fp8(name: str, group: dict[str, TensorEntry]) -> tuple[int, ...]:
     scale = _need(name, group, "weight_scale", "FP8 (its weight is F8_E4M3)")
     if "weight_scale_2" in group:
         raise CheckpointError(
-            f"{_at(group['weight_scale_2'])} is there, but the weight is F8_E4M3: FP8 has one scale only"
+            f"{place_of(group['weight_scale_2'])} is there, but the weight is F8_E4M3: FP8 has one scale only"
         )
     _check_scalar(scale)
     return group["weight"].shape
@@ -214,7 +202,11 @@ def _check_fp8(name: str, group: dict[str, TensorEntry]) -> tuple[int, ...]:
 
 def _need(name: str, group: dict[str, TensorEntry], suffix: str, form: str) -> TensorEntry:
     if suffix not in group:
-        raise CheckpointError(f"{_place(name)}{name}.{suffix} is missing; {form} needs it")
+        weight = group["weight"]
+        missing = _sibling(group, suffix)
+        raise CheckpointError(
+            f"{layer_of(name)}{missing} is missing; {form} needs it; the weight lies in {weight.shard}"
+        )
     return group[suffix]
 
 
@@ -222,33 +214,53 @@ def _check_scalar(entry: TensorEntry) -> None:
     """Exporters write scalars as [] or as [1]; both are meant."""
     if entry.dtype != "F32" or entry.shape not in ((), (1,)):
         raise CheckpointError(
-            f"{_at(entry)} is {entry.dtype} {list(entry.shape)}; one F32 number, [] or [1], was expected"
+            f"{place_of(entry)} is {entry.dtype} {list(entry.shape)}; one F32 number, [] or [1], was expected"
         )
+
+
+def _sibling(group: dict[str, TensorEntry], suffix: str) -> str:
+    """What a tensor beside a module's weight would be called in the files."""
+    return f"{group['weight'].source_name.removesuffix('.weight')}.{suffix}"
 
 
 def _check_bias(name: str, group: dict[str, TensorEntry], shape: tuple[int, ...], expected: Expected | None) -> None:
     bias, wanted = group.get("bias"), bool(expected and expected.bias)
     if wanted and bias is None:
-        raise CheckpointError(f"{_place(name)}{name}.bias is missing; config.json says there is one")
+        raise CheckpointError(
+            f"{layer_of(name)}{_sibling(group, 'bias')} is missing; config.json says there is one;"
+            f" the weight lies in {group['weight'].shard}"
+        )
     if bias is not None and not wanted:
-        raise CheckpointError(f"{_at(bias)} is there; config.json says this module has no bias")
+        raise CheckpointError(f"{place_of(bias)} is there; config.json says this module has no bias")
     if bias is not None and (bias.dtype not in PLAIN_FORMATS or bias.shape != shape[:1]):
-        raise CheckpointError(f"{_at(bias)} is {bias.dtype} {list(bias.shape)}; a float {list(shape[:1])} was expected")
+        raise CheckpointError(
+            f"{place_of(bias)} is {bias.dtype} {list(bias.shape)}; a float {list(shape[:1])} was expected"
+        )
 
 
-def _check_all_there(modules: Mapping[str, Module], expected: Mapping[str, Expected], config: ModelConfig) -> None:
+def _check_all_there(
+    modules: Mapping[str, Module],
+    expected: Mapping[str, Expected],
+    config: ModelConfig,
+    tensors: Mapping[str, TensorEntry],
+) -> None:
     missing = [name for name in expected if name not in modules]
     if missing:
         first = missing[0]
-        tensor = first if expected[first].leaf else f"{first}.weight"
+        tensor = stored_name(first if expected[first].leaf else f"{first}.weight", prefix_of(tensors.values()))
         hint = " (tie_word_embeddings is false, so the head must be stored)" if first == HEAD else ""
+        files = sorted({entry.shard for entry in tensors.values()})
         raise CheckpointError(
-            f"{_place(first)}{tensor} is missing{hint}; by config.json {list(expected[first].shape)} was expected"
+            f"{layer_of(first)}{tensor} is missing{hint}; by config.json {list(expected[first].shape)} was expected"
+            f" in {files[0] if len(files) == 1 else f'one of {len(files)} files'}"
             f"{_what_the_layer_is(first, config)}{_and_more(len(missing))}"
         )
-    head = modules.get(HEAD)
-    if head and head.shape != modules[EMBEDDINGS].shape:
-        raise CheckpointError(f"lm_head is {list(head.shape)}, backbone.embeddings {list(modules[EMBEDDINGS].shape)}")
+    head, embeddings = modules.get(HEAD), modules[EMBEDDINGS]
+    if head and head.shape != embeddings.shape:
+        raise CheckpointError(
+            f"{place_of(head.tensors['weight'])} has shape {list(head.shape)};"
+            f" {list(embeddings.shape)}, that of the embeddings, was expected"
+        )
 
 
 def _check_experts_alike(modules: Mapping[str, Module], config: ModelConfig) -> None:
@@ -261,8 +273,8 @@ def _check_experts_alike(modules: Mapping[str, Module], config: ModelConfig) -> 
                 module = modules[f"{prefix}.{expert}.{matrix}"]
                 if module.format != first.format:
                     raise CheckpointError(
-                        f"layer {layer}, expert {expert}: {module.name} is {module.format}, {first.name} is"
-                        f" {first.format}; the experts of one layer must share one format"
+                        f"{place_of(module.tensors['weight'])} is {module.format}, {first.name} is {first.format};"
+                        " the experts of one layer must share one format"
                     )
 
 
@@ -284,16 +296,20 @@ def _note_unused(tensors: Mapping[str, TensorEntry]) -> list[str]:
     return notes
 
 
-def _place(name: str) -> str:
-    """ "layer 1, expert 5: " for names that have them: what a reader looks for first."""
-    layer = re.search(r"layers\.(\d+)\.", name)
-    expert = re.search(r"\.experts\.(\d+)\.", name)
-    where = ([f"layer {layer[1]}"] if layer else []) + ([f"expert {expert[1]}"] if expert else [])
-    return ", ".join(where) + ": " if where else ""
-
-
-def _at(entry: TensorEntry) -> str:
-    return f"{_place(entry.name)}{entry.source_name} in {entry.shard}"
+def _note_odd_mtp(modules: Mapping[str, Module], config: ModelConfig) -> list[str]:
+    """MTP is not run, so what the config promises of it and is not there, or is of another shape, is said only."""
+    stored = {name: module for name, module in modules.items() if module.part == "mtp"}
+    promised = expect_mtp(config)
+    notes = []
+    if promised and not stored:
+        return ["config.json promises an MTP block (num_nextn_predict_layers); no mtp tensors are stored"]
+    if promised and (missing := [name for name in promised if name not in stored]):
+        notes.append(f"MTP: {missing[0]} is promised by config.json and not stored{_and_more(len(missing))}")
+    odd = [name for name in stored if name in promised and stored[name].shape != promised[name].shape]
+    if odd:
+        found, needed = stored[odd[0]].shape, promised[odd[0]].shape
+        notes.append(f"MTP: {odd[0]} has shape {list(found)}, by config.json {list(needed)}{_and_more(len(odd))}")
+    return notes
 
 
 def _what_the_layer_is(name: str, config: ModelConfig) -> str:

@@ -48,6 +48,22 @@ def canonical_name(name: str, prefix: str) -> str:
     return name
 
 
+def stored_name(canonical: str, prefix: str) -> str:
+    """The way back: how a checkpoint of this prefix spells a canonical name."""
+    if canonical.startswith(CANONICAL_BACKBONE):
+        return prefix + canonical[len(CANONICAL_BACKBONE) :]
+    return PREFIXES.get(prefix, "") + canonical if canonical.startswith(("lm_head.", "mtp.")) else canonical
+
+
+def prefix_of(entries: Iterable) -> str:
+    """How the entries of an opened checkpoint spell the backbone, from one whose canonical name lies in it."""
+    for entry in entries:
+        rest = entry.name[len(CANONICAL_BACKBONE) :]
+        if entry.name.startswith(CANONICAL_BACKBONE) and entry.source_name.endswith(rest):
+            return entry.source_name.removesuffix(rest)
+    return CANONICAL_BACKBONE
+
+
 def is_mtp(canonical: str) -> bool:
     """True for the multi-token-prediction block, which is recognised and counted, not run."""
     return canonical.startswith("mtp.")

@@ -5,16 +5,19 @@ either, both or neither. What they say about a module is compared with what its 
 """
 
 import fnmatch
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import combinations
 from pathlib import Path
 
 from nemolab.checkpoint.config import CONFIG_FILE, NESTED_KEYS, ModelConfig
+from nemolab.checkpoint.formats import GROUP
 from nemolab.checkpoint.json_files import read_json
 from nemolab.checkpoint.modules import QUANTISED_FORMATS, Module
 from nemolab.checkpoint.names import PREFIXES, canonical_name
+from nemolab.checkpoint.structure import LEFT_OUT_PARTS
 from nemolab.errors import CheckpointError
 
 HF_QUANT_FILE = "hf_quant_config.json"
@@ -41,6 +44,7 @@ class QuantMetadata:
     default: str | None
     table: Mapping[str, str] = field(default_factory=dict)
     excluded: tuple[str, ...] = ()
+    origin: str = ""  # the object it was read from, which may hold two sources: a table, and groups that sum it up
 
     @property
     def globs(self) -> list[str]:
@@ -77,15 +81,18 @@ def read_metadata(folder: Path | None, config: ModelConfig) -> list[QuantMetadat
     for path, part in [("", raw)] + [(f"{key}: ", raw[key]) for key in NESTED_KEYS if isinstance(raw.get(key), dict)]:
         if part.get("quantization_config") is not None:
             sources += _parse(part["quantization_config"], f"{CONFIG_FILE}: {path}quantization_config")
-    if folder and (folder / HF_QUANT_FILE).exists():
+    if folder and os.path.lexists(folder / HF_QUANT_FILE):
         parsed = read_json(folder / HF_QUANT_FILE)
         sources += _parse(parsed, HF_QUANT_FILE)
     return sources
 
 
-def cross_check_metadata(folder: Path, config: ModelConfig, modules: Mapping[str, Module]) -> list[str]:
-    """Readable lines about where metadata and tensors, or two sources of metadata, disagree. The tensors decide."""
-    sources = read_metadata(folder, config)
+def cross_check_metadata(sources: list[QuantMetadata], modules: Mapping[str, Module]) -> list[str]:
+    """Readable lines about where metadata and tensors disagree. The tensors decide.
+
+    Raises CheckpointError where two sources contradict each other about a module that is run: one of them belongs to
+    another checkpoint, and nothing tells which else of the folder does.
+    """
     matrices = [module for module in modules.values() if len(module.shape) == 2]
     found = {module.name: module.format if module.format in QUANTISED_FORMATS else PLAIN for module in matrices}
     if not sources and any(format != PLAIN for format in found.values()):
@@ -99,9 +106,14 @@ def cross_check_metadata(folder: Path, config: ModelConfig, modules: Mapping[str
         differ = [(name, verdict, found[name]) for name, verdict in verdicts.items() if verdict != found[name]]
         notes += _gather(differ, f"{source.where} says {{kind}} is {{a}}, the tensors are {{b}}{{layers}}")
         notes += _note_absent(source, modules) + _note_cut_short(source, len(matrices))
-    for (first, a), (second, b) in pairwise(zip(sources, said, strict=True)):
-        differ = [(name, a[name], b[name]) for name in a if name in b and a[name] != b[name]]
-        notes += _gather(differ, f"{first.where} says {{kind}} is {{a}}, {second.where} says {{b}}{{layers}}")
+    for (first, a), (second, b) in combinations(zip(sources, said, strict=True), 2):
+        differ = [name for name in a if name in b and a[name] != b[name]]
+        run = [name for name in differ if modules[name].part not in LEFT_OUT_PARTS]
+        # What was cut short, or is one source's summary of itself (config_groups), proves no contradiction.
+        if run and first.origin != second.origin and not any(_is_cut_short(s, len(matrices)) for s in (first, second)):
+            raise CheckpointError(_say_contradiction(first, a, second, b, run, modules))
+        lines = [(name, a[name], b[name]) for name in differ]
+        notes += _gather(lines, f"{first.where} says {{kind}} is {{a}}, {second.where} says {{b}}{{layers}}")
     return notes
 
 
@@ -122,17 +134,20 @@ def _parse(given: object, where: str) -> list[QuantMetadata]:
     excluded = tuple(_names(given.get("exclude_modules"), where) + _names(given.get("ignore"), where))
     table = _parse_table(given.get("quantized_layers"), where)
     algorithm = given.get("quant_algo")
+    if algorithm not in ("FP8", None):
+        _check_group_size(given.get("group_size"), where)
     groups_default, groups = _parse_groups(given.get("config_groups"), where)
     sources = []
     if algorithm is not None and algorithm != _MIXED:
-        sources.append(QuantMetadata(where, _format_of(algorithm, where), table, excluded))
+        sources.append(QuantMetadata(where, _format_of(algorithm, where), table, excluded, where))
     elif table:
-        sources.append(QuantMetadata(where, PLAIN, table, excluded))
-    elif algorithm == _MIXED and not groups:
-        sources.append(QuantMetadata(where, None, {}, excluded))
+        sources.append(QuantMetadata(where, PLAIN, table, excluded, where))
+    elif excluded or (algorithm == _MIXED and not groups):
+        sources.append(QuantMetadata(where, None, {}, excluded, where))
     if groups or groups_default:
-        default = groups_default or PLAIN
-        sources.append(QuantMetadata(f"{where}: config_groups", default, groups, excluded))
+        # Targets that are patterns name modules nobody listed: then this says nothing about those it does not name.
+        default = groups_default or (None if any(name.startswith("re:") for name in groups) else PLAIN)
+        sources.append(QuantMetadata(f"{where}: config_groups", default, groups, excluded, where))
     return sources
 
 
@@ -144,7 +159,11 @@ def _parse_table(table: object, where: str) -> dict[str, str]:
     parsed = {}
     for name, entry in table.items():
         algorithm = entry.get("quant_algo") if isinstance(entry, dict) else entry
-        parsed[_canonical(name)] = _format_of(algorithm, f"{where}: {name[:120]}")
+        place = f"{where}: {name[:120]}"
+        format = _format_of(algorithm, place)
+        if isinstance(entry, dict) and format == "nvfp4":
+            _check_group_size(entry.get("group_size"), place)
+        parsed[_canonical(name)] = format
     return parsed
 
 
@@ -161,6 +180,8 @@ def _parse_groups(groups: object, where: str) -> tuple[str | None, dict[str, str
             raise CheckpointError(
                 f"{where}: {name[:40]} of config_groups has weights {str(weights)[:80]!r}; float of 4 or 8 bits is read"
             )
+        if format == "nvfp4":
+            _check_group_size(weights.get("group_size"), f"{where}: {name[:40]} of config_groups")
         for target in _names(group.get("targets"), where):
             if target == "Linear":
                 default = format
@@ -175,6 +196,11 @@ def _format_of(algorithm: object, where: str) -> str:
             f"{where} has the unknown quant_algo {str(algorithm)[:40]!r}; known are {', '.join(_ALGORITHMS)}, {_MIXED}"
         )
     return _ALGORITHMS[algorithm]
+
+
+def _check_group_size(size: object, where: str) -> None:
+    if size is not None and size != GROUP:
+        raise CheckpointError(f"{where}: group_size is {str(size)[:40]}; NVFP4 has groups of {GROUP}")
 
 
 def _names(given: object, where: str) -> list[str]:
@@ -209,9 +235,33 @@ def _note_absent(source: QuantMetadata, modules: Mapping[str, Module]) -> list[s
     return [f"{source.where} lists {len(absent):,} modules that are not stored, such as {absent[0][:120]}"]
 
 
+def _say_contradiction(
+    first: QuantMetadata,
+    a: Mapping[str, str],
+    second: QuantMetadata,
+    b: Mapping[str, str],
+    names: list[str],
+    modules: Mapping[str, Module],
+) -> str:
+    name = names[0]
+    weight = modules[name].tensors["weight"]
+    more = f" (and {len(names) - 1:,} more modules)" if len(names) > 1 else ""
+    return (
+        f"{first.where} says {name} is {a[name]}, {second.where} says it is {b[name]}{more}; its tensors in"
+        f" {weight.shard} are {modules[name].format}: two sources that agree were expected, correct or remove the one"
+        " that does not belong to this checkpoint"
+    )
+
+
+def _is_cut_short(source: QuantMetadata, n_modules: int) -> bool:
+    return len(source.globs) > _MOST_MATCHES // max(1, n_modules)
+
+
 def _note_cut_short(source: QuantMetadata, n_modules: int) -> list[str]:
-    compared, given = _MOST_MATCHES // max(1, n_modules), len(source.globs)
-    return [f"{source.where}: only the first {compared:,} of {given:,} globs were compared"] if given > compared else []
+    if not _is_cut_short(source, n_modules):
+        return []
+    compared = _MOST_MATCHES // max(1, n_modules)
+    return [f"{source.where}: only the first {compared:,} of {len(source.globs):,} globs were compared"]
 
 
 def _gather(differ: list[tuple[str, str, str]], line: str) -> list[str]:

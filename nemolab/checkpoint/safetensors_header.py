@@ -7,6 +7,7 @@ size first.
 
 import hashlib
 import os
+import re
 import stat
 import struct
 from collections.abc import Iterable
@@ -26,6 +27,14 @@ DTYPE_BITS = {
     "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
     "I64": 64, "U64": 64, "F64": 64, "C64": 64,
 }  # fmt: skip
+
+_OTHER_FILES = {
+    b"GGUF": "a GGUF file",
+    b"\x93NUMPY": "a NumPy file",
+    b"\x89HDF": "an HDF5 file",
+    b"\x1f\x8b": "a gzip archive",
+    b"\x28\xb5\x2f\xfd": "a zstd archive",
+}
 
 _METADATA_KEY = "__metadata__"
 _FIELDS = {"dtype", "shape", "data_offsets"}
@@ -54,6 +63,19 @@ class Header:
     sha256: str
     metadata: dict[str, str]
     tensors: dict[str, TensorEntry]
+
+
+def place_of(entry: TensorEntry) -> str:
+    """How messages name a tensor: "layer 1, expert 5: NAME in FILE", the name as it is stored."""
+    return f"{layer_of(entry.name)}{entry.source_name} in {entry.shard}"
+
+
+def layer_of(name: str) -> str:
+    """ "layer 1, expert 5: " for names that have them: what a reader looks for first."""
+    layer = re.search(r"layers\.(\d+)\.", name)
+    expert = re.search(r"\.experts\.(\d+)\.", name)
+    where = ([f"layer {layer[1]}"] if layer else []) + ([f"expert {expert[1]}"] if expert else [])
+    return ", ".join(where) + ": " if where else ""
 
 
 def read_header(path: str | Path) -> tuple[dict[str, str], dict[str, TensorEntry]]:
@@ -102,10 +124,13 @@ def _say_what_it_is(start: bytes, header_bytes: int, file_bytes: int) -> str:
         return "is a Git LFS pointer (a few lines of text), not the weights: fetch this file with `git lfs pull`"
     if text.startswith((b"<!doctype", b"<html", b"<?xml")):
         return "is a web page (HTML), not the weights: the download was answered by a page, fetch this file again"
-    if start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x04")):
+    if start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
         return "is a PyTorch pickle, not safetensors: pickles can run code and are not read"
-    if start.startswith(b"GGUF"):
-        return "is a GGUF file, not safetensors"
+    for magic, name in _OTHER_FILES.items():
+        if start.startswith(magic):
+            return f"is {name}, not safetensors"
+    if not any(start):
+        return "begins with zeros only: its room was set aside, but not downloaded; fetch this file again"
     if all(32 <= byte < 127 or byte in b"\t\r\n" for byte in start):
         return f"is a text file that begins {start[:40]!r}, not safetensors: fetch this file again"
     if header_bytes > HEADER_LIMIT_BYTES:

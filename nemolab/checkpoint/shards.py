@@ -1,5 +1,6 @@
 """Which files of a folder are the checkpoint's, and whether index and files say the same."""
 
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ def open_shards(folder: Path) -> Shards:
 
 
 def _find_index(folder: Path) -> Path | None:
-    if (folder / INDEX_FILE).exists():
+    if os.path.lexists(folder / INDEX_FILE):
         return folder / INDEX_FILE
     found = sorted(path for path in folder.iterdir() if path.name.endswith(_INDEX_ENDING))
     if len(found) > 1:

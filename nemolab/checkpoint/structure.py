@@ -28,14 +28,27 @@ def expect_modules(config: ModelConfig) -> dict[str, Expected]:
     """Canonical module name -> what the config promises; the language model without MTP, no lm_head if it is tied."""
     hidden, vocab = config.hidden_size, config.vocab_size
     expected = {EMBEDDINGS: Expected("embeddings", (vocab, hidden))}
-    build = {"mamba": _expect_mamba, "attention": _expect_attention, "moe": _expect_moe, "mlp": _expect_mlp}
     for index, kind in enumerate(config.layer_types):
         layer = f"backbone.layers.{index}"
         expected[f"{layer}.norm"] = Expected("norm", (hidden,))
-        build[kind](expected, f"{layer}.mixer", config)
+        _BUILD[kind](expected, f"{layer}.mixer", config)
     expected["backbone.norm_f"] = Expected("norm", (hidden,))
     if not config.tie_word_embeddings:
         expected[HEAD] = Expected("head", (vocab, hidden))
+    return expected
+
+
+def expect_mtp(config: ModelConfig) -> dict[str, Expected]:
+    """The same for one multi-token-prediction block, as the family stores it; empty where the config names none."""
+    hidden, kinds = config.hidden_size, config.mtp_layer_types
+    if config.num_nextn_predict_layers != 1 or not kinds:
+        return {}
+    expected = {f"mtp.layers.0.{name}": Expected("mtp", (hidden,)) for name in ("enorm", "hnorm")}
+    expected["mtp.layers.0.eh_proj"] = Expected("mtp", (hidden, 2 * hidden))
+    for index, kind in enumerate(kinds):
+        expected[f"mtp.layers.{index}.norm"] = Expected("mtp", (hidden,))
+        _BUILD[kind](expected, f"mtp.layers.{index}.mixer", config)
+    expected[f"mtp.layers.{len(kinds) - 1}.final_layernorm"] = Expected("mtp", (hidden,))
     return expected
 
 
@@ -80,3 +93,6 @@ def _expect_mlp(expected: dict[str, Expected], mixer: str, config: ModelConfig) 
     hidden, inter, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
     expected[f"{mixer}.up_proj"] = Expected("mlp", (inter, hidden), bias)
     expected[f"{mixer}.down_proj"] = Expected("mlp", (hidden, inter), bias)
+
+
+_BUILD = {"mamba": _expect_mamba, "attention": _expect_attention, "moe": _expect_moe, "mlp": _expect_mlp}
