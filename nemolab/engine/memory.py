@@ -8,8 +8,6 @@ from nemolab.errors import EngineError
 from nemolab.system.memory import Memory, read_memory
 from nemolab.units import show_bytes
 
-DEFAULT_SHARE = 2  # without a budget the cache takes at most half of what is available
-
 
 @dataclass(frozen=True)
 class CacheBudget:
@@ -81,7 +79,7 @@ def plan_cache(
     wanted = _wanted_bytes(block_bytes, gib, slots)
     asked = wanted is not None
     if not asked:
-        wanted = max(min(blocks * block_bytes, memory.room_bytes // DEFAULT_SHARE, room), least)
+        wanted = max(min(blocks * block_bytes, memory.default_cache_bytes, room), least)
     if wanted < least:
         raise EngineError(
             f"a cache of {wanted // block_bytes} slots ({show_bytes(wanted)}) cannot hold the {top_k} experts a token "

@@ -15,6 +15,7 @@ from nemolab.system.mounts import ROOT
 
 RESERVE_SHARE = 16  # a sixteenth of the memory stays free ...
 RESERVE_LEAST_BYTES = 256 * 2**20  # ... and at least this, but of a small machine no more than a quarter
+DEFAULT_SHARE = 2  # a cache that nobody sized takes at most half of what may be taken
 NO_LIMIT_BYTES = 2**60  # version 1 writes "no limit" as the largest number of whole pages
 
 # Files of a cgroup: limits, use, and the line of memory.stat with the page cache that can be dropped at once.
@@ -75,12 +76,18 @@ class Memory:
         """What may be taken."""
         return max(0, self.available_bytes - self.reserve_bytes)
 
+    @property
+    def default_cache_bytes(self) -> int:
+        """What a cache takes at most when nobody says how much."""
+        return self.room_bytes // DEFAULT_SHARE
+
     def to_dict(self) -> dict:
         return {
             "total_bytes": self.total_bytes,
             "available_bytes": self.available_bytes,
             "reserve_bytes": self.reserve_bytes,
             "room_bytes": self.room_bytes,
+            "default_cache_bytes": self.default_cache_bytes,
             "tightest": self.tightest.name,
             "limits": [
                 {"name": limit.name, "limit_bytes": limit.limit_bytes, "available_bytes": limit.available_bytes}
