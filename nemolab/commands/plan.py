@@ -12,30 +12,47 @@ from nemolab.units import show_bytes
     "--experts-as",
     type=click.Choice(["nvfp4", "mxfp4", "fp8", "bf16"]),
     default=None,
-    help="Format of the routed experts, for a bare config only (default nvfp4). A folder's own tensors decide.",
+    help="Format of the routed experts, for a bare config only. Default: what the config states; where it states none"
+    " nvfp4 for a Nemotron-H, the config's dtype for others. A folder's own tensors decide.",
 )
-def plan(path, experts_as):
+@click.option(
+    "--dense-as",
+    type=click.Choice(["nvfp4", "mxfp4", "fp8", "bf16"]),
+    default=None,
+    help="Format of the other linear layers, head included, routers not. Default: what the config states, else its"
+    " dtype.",
+)
+def plan(path, experts_as, dense_as):
     """How many bytes does one token read?
 
-    PATH is a checkpoint folder or a bare config.json of the family. Whether a model "fits in VRAM" is the wrong
-    question when experts stream from disk; what counts is layers x top_k x expert_bytes, the bytes of routed experts
-    that one token needs.
+    PATH is a checkpoint folder of the Nemotron-H family, or a bare config.json of any family that transformers knows:
+    Mixtral, Qwen3-MoE, gpt-oss, DeepSeek, GLM, OLMoE ... The model is built without weights and counted by module;
+    what an expert is, and how many a token uses, is seen from the model itself. Whether a model "fits in VRAM" is the
+    wrong question when experts stream from disk; what counts is layers x top_k x expert_bytes, the bytes of routed
+    experts that one token needs.
 
     \b
-    expert_bytes      packed values and block scales of one expert, unpadded, without its scalars
-    pages_per_expert  expert_bytes / 4096; not always whole
-    bytes_per_token   MoE layers x top_k x expert_bytes
-    dense_bytes       everything that is no routed expert, with embeddings, without MTP and vision
+    expert_bytes             packed values and block scales of one expert, unpadded, without its scalars
+    pages_per_expert         expert_bytes / 4096; not always whole
+    bytes_per_token          MoE layers x top_k x expert_bytes
+    dense_bytes              everything that is no routed expert, with embeddings, without MTP and vision
+    active_params_per_token  top_k experts a layer and all the rest; of the embedding table one row
+    groups                   MoE layers by kind of expert, where they differ
+
+    Formats and their scales: nvfp4 has one byte for 16 values and 4 bytes a matrix, mxfp4 one byte for 32, fp8
+    4 bytes a matrix, or for each block where the config states blocks. Where nobody can see what an expert is, the
+    config may say so itself, in a section "nemolab"; the error shows how.
 
     \b
     Examples:
       nemolab plan
       nemolab plan /models/nemotron-super --json
       nemolab plan data/configs/nemotron-3-nano.json --experts-as bf16
+      nemolab plan data/configs/qwen3-235b-a22b.json --experts-as nvfp4 --dense-as fp8
     """
     from nemolab.plan import plan as count
 
-    result = count(path, experts_as)
+    result = count(path, experts_as, dense_as)
     return Answer(result.to_dict(), str(result))
 
 

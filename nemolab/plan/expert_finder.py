@@ -142,10 +142,9 @@ def _from_stacks(modules: dict[str, nn.Module], name: str, block: str, holders: 
 
 def _from_list(name: str, module: nn.Module) -> Candidate | None:
     """A ModuleList or ModuleDict within a layer, of at least two modules of one shape; empty ones cost nothing."""
-    if type(module).__mro__[1].__name__ not in ("ModuleList", "ModuleDict") and type(module).__name__ not in (
-        "ModuleList",
-        "ModuleDict",
-    ):
+    import torch
+
+    if not isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict):
         return None
     if not re.search(r"\.\d+\.", f".{name}."):
         return None  # the list of layers itself

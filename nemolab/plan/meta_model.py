@@ -208,7 +208,7 @@ def _class_beside(config: Any, where: str) -> type:
     ]
     if not classes:
         raise CheckpointError(
-            f"{where}: transformers {transformers.__version__} knows the config {config.model_type!r}, but no model of it"
+            f"{where}: transformers {transformers.__version__} knows the config {config.model_type!r}, but no model"
         )
     return max(classes, key=lambda found: ("ForCausalLM" in found.__name__, "For" in found.__name__))
 

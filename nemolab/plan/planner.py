@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from nemolab.checkpoint.config import NESTED_KEYS, ModelConfig
 from nemolab.checkpoint.formats import matrix_bytes
+from nemolab.checkpoint.json_files import read_json
 from nemolab.checkpoint.structure import EMBEDDINGS
 from nemolab.errors import CheckpointError, UsageError
 from nemolab.paths import shown
@@ -20,25 +21,46 @@ if TYPE_CHECKING:
     from nemolab.checkpoint import Checkpoint
 
 
-def plan(path: str | Path, experts_as: str | None = None) -> Plan:
-    """Count a checkpoint folder or a bare config.json of the Nemotron-H family.
+def plan(path: str | Path, experts_as: str | None = None, dense_as: str | None = None) -> Plan:
+    """Count a checkpoint folder of the Nemotron-H family, or a bare config.json of any family transformers knows.
 
     experts_as  format of the routed experts of a bare config, one of EXPERTS_AS; default: what the config states, else
-                nvfp4. The tensors of a folder decide for themselves, and the result says that the option was not used.
+                nvfp4 for a Nemotron-H and the config's dtype for others. The tensors of a folder decide for
+                themselves, and the result says that the option was not used.
+    dense_as    likewise for the linear layers that are no experts and no router; default: what the config states, else
+                its dtype
 
-    Raises CheckpointError for a path that is neither, a config of another family, experts that are not of one form.
+    Raises CheckpointError for a path that is neither, and for a config nobody can count; it says why and how to help.
     """
     path = Path(path)
     if path.is_dir():
-        return _plan_folder(path, experts_as)
+        return _plan_folder(path, experts_as, dense_as)
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist; a checkpoint folder or a config.json was needed")
     if path.suffix != ".json":
         raise CheckpointError(f"{path} is no folder and no .json file; a checkpoint folder or a config.json was needed")
-    return plan_config(ModelConfig.load(path), experts_as, where=str(path), folder=path.parent)
+    raw = read_json(path)
+    if is_of_family(raw):
+        config = ModelConfig.load(path)
+        return plan_config(config, experts_as, where=str(path), folder=path.parent, dense_as=dense_as)
+    return _plan_other(raw, path, experts_as, dense_as)
 
 
-def _plan_folder(path: Path, experts_as: str | None) -> Plan:
+def _plan_other(raw: dict, path: Path, experts_as: str | None, dense_as: str | None) -> Plan:
+    # Imported here: building a model takes torch and transformers, counting the family's own configs takes neither.
+    from nemolab.plan.any_model import plan_any
+
+    return plan_any(raw, str(path), name=_name_of(raw, path), experts_as=experts_as, dense_as=dense_as)
+
+
+def is_of_family(raw: dict) -> bool:
+    """Whether a parsed config.json is a Nemotron-H's: nemotron_h, nemotron_h_omni, NemotronH_Nano_VL_V2 ..."""
+    parts = [raw, *(raw[key] for key in NESTED_KEYS if isinstance(raw.get(key), dict))]
+    types = [str(part.get("model_type")).lower().replace("_", "").replace("-", "") for part in parts]
+    return any(name.startswith("nemotronh") for name in types)
+
+
+def _plan_folder(path: Path, experts_as: str | None, dense_as: str | None) -> Plan:
     from nemolab.checkpoint import Checkpoint
 
     if (path / "experts.bin").exists() and (path / "manifest.json").exists():
@@ -48,10 +70,15 @@ def _plan_folder(path: Path, experts_as: str | None) -> Plan:
             f"{path} holds no *.safetensors, whose tensors would decide; to count from its config alone give"
             f" {path / 'config.json'}"
         )
-    return plan_checkpoint(Checkpoint.open(path), experts_as)
+    if (path / "config.json").is_file() and not is_of_family(raw := read_json(path / "config.json")):
+        raise CheckpointError(
+            f"{path}: the tensors of a {str(raw.get('model_type'))[:40]} are not read, only those of a Nemotron-H; to"
+            f" count from its config alone give {path / 'config.json'}"
+        )
+    return plan_checkpoint(Checkpoint.open(path), experts_as, dense_as)
 
 
-def plan_checkpoint(checkpoint: Checkpoint, experts_as: str | None = None) -> Plan:
+def plan_checkpoint(checkpoint: Checkpoint, experts_as: str | None = None, dense_as: str | None = None) -> Plan:
     """Count an open checkpoint by its tensors; as `plan`."""
     config = checkpoint.config
     split: Counter[tuple[str, str, str]] = Counter()
@@ -72,8 +99,9 @@ def plan_checkpoint(checkpoint: Checkpoint, experts_as: str | None = None) -> Pl
     scalars = sum(module.nbytes for modules in experts.values() for module in modules) - expected * block_bytes
     embeddings = checkpoint.modules[EMBEDDINGS]
     assumptions = list(checkpoint.notes)
-    if experts_as:
-        assumptions.append(f"experts_as {experts_as} was not used: the tensors of a folder decide")
+    for option, asked in (("experts_as", experts_as), ("dense_as", dense_as)):
+        if asked:
+            assumptions.append(f"{option} {asked} was not used: the tensors of a folder decide")
     return _family_plan(
         config,
         name=checkpoint.path.resolve().name,
@@ -88,21 +116,25 @@ def plan_checkpoint(checkpoint: Checkpoint, experts_as: str | None = None) -> Pl
 
 
 def plan_config(
-    config: ModelConfig, experts_as: str | None = None, where: str = "config.json", folder: Path | None = None
+    config: ModelConfig,
+    experts_as: str | None = None,
+    where: str = "config.json",
+    folder: Path | None = None,
+    dense_as: str | None = None,
 ) -> Plan:
-    """Count a bare config by arithmetic; as `plan`.
+    """Count a bare config of the Nemotron-H family by arithmetic; as `plan`.
 
     where   names it in errors and notes
     folder  where the vendor's hf_quant_config.json may lie beside it, to say in what formats the rest is stored
     """
     shapes = module_shapes(config)
     precision = read_precision(config, shapes, shown(where), folder)
-    facts = config.raw.get("nemolab") if isinstance(config.raw.get("nemolab"), dict) else {}
     assumptions = [precision.origin, *config.notes]
     if unused := precision.unused:
         assumptions.append(f"{len(unused)} of its entries name no module of this model, such as {unused[0]}")
-    if experts_as and experts_as not in EXPERTS_AS:
-        raise UsageError(f"experts_as is {experts_as!r}; one of {', '.join(EXPERTS_AS)} was expected")
+    for option, asked in (("experts_as", experts_as), ("dense_as", dense_as)):
+        if asked and asked not in EXPERTS_AS:
+            raise UsageError(f"{option} is {asked!r}; one of {', '.join(EXPERTS_AS)} was expected")
     split: Counter[tuple[str, str, str]] = Counter()
     params: Counter[str] = Counter()
     forms: dict[str, tuple] = {}
@@ -118,19 +150,21 @@ def plan_config(
             forms[layer] = (*forms.get(layer, ()), one)
             scalars += precision.scalar_bytes(module, format)
         else:
-            format = precision.format_of(module)
+            format = precision.asked_or_said(module, dense_as)
             size = module_bytes(module, format) + precision.scalar_bytes(module, format)
             split[module.part, module.kind, format] += size
             params[module.part] += module.params + module.copies * module.biased * module.shape[0]
     form = _same_form(forms, where)
     assumptions.insert(0, _experts_sentence(experts_as, stated - {None}))
+    if dense_as:
+        assumptions.insert(1, f"other linear layers but routers are counted as {dense_as}, as asked")
     if config.num_nextn_predict_layers:
         assumptions.append("the MTP block is counted once, as it is stored, and is in no sum but its own")
     if any(isinstance(config.raw.get(key), dict) for key in (*NESTED_KEYS, "vision_config")):
         assumptions.append("only the language model is counted: its config does not describe a vision tower")
     return _family_plan(
         config,
-        name=str(facts.get("name") or _name_of(Path(where))),
+        name=_name_of(config.raw, Path(where)),
         source=f"arithmetic from {shown(where)}",
         expert_form=form,
         routed_scalar_bytes=scalars,
@@ -141,9 +175,11 @@ def plan_config(
     )
 
 
-def _name_of(config_file: Path) -> str:
-    """Every vendor calls the file config.json; then the folder says whose it is."""
-    return config_file.stem if config_file.stem != "config" else config_file.resolve().parent.name
+def _name_of(raw: dict, file: Path) -> str:
+    """What our facts call it, else its file; every vendor calls the file config.json: then its folder says whose."""
+    facts = raw.get("nemolab")
+    named = facts.get("name") if isinstance(facts, dict) else None
+    return str(named or (file.stem if file.stem != "config" else file.resolve().parent.name))
 
 
 def _experts_sentence(experts_as: str | None, stated: set[str]) -> str:

@@ -18,8 +18,9 @@ from nemolab.checkpoint.modules import PLAIN_FORMATS
 from nemolab.checkpoint.quant_metadata import PLAIN, QuantMetadata, containers, read_metadata
 from nemolab.errors import CheckpointError
 from nemolab.plan.geometry import ModuleShape
+from nemolab.plan.weight_formats import NOT_QUANTISED, OFFERED, fits
 
-EXPERTS_AS = ("nvfp4", "mxfp4", "fp8", "bf16")  # what a bare config may be asked to be counted as, the default first
+EXPERTS_AS = OFFERED  # what a bare config may be asked to be counted as, the default first
 F32_BYTES = 4
 # Formats whose modules store a factor for the weight and, where inputs were calibrated, one for the input.
 _WITH_SCALARS = ("nvfp4", "fp8")
@@ -45,6 +46,11 @@ class Precision:
     def format_of(self, module: ModuleShape) -> str:
         """The format this source says, or the module's unquantised one."""
         return self.said.get(module.name, module.dtype)
+
+    def asked_or_said(self, module: ModuleShape, asked: str | None) -> str:
+        """The format asked for, where it applies to a module and fits its rows; else `format_of`."""
+        applies = asked and len(module.shape) == 2 and module.part not in (*NOT_QUANTISED, "mtp")
+        return asked if applies and fits(module.shape[1], asked) else self.format_of(module)
 
     def scalar_bytes(self, module: ModuleShape, format: str) -> int:
         """Bytes of the F32 scalars beside a module in a format, all copies."""

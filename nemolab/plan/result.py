@@ -63,7 +63,7 @@ class Plan:
     routed_bytes             sum over MoE layers of experts x expert_bytes
     routed_scalar_bytes      the F32 scalars of all routed experts: in no part, as a store keeps them in a side table
     dense_bytes              all that is not routed, embeddings and scalars included, without MTP and vision
-    dense_bytes_per_token    of that, what a token reads: one row of an embedding table, unless the table is the head too
+    dense_bytes_per_token    of that, what a token reads: a row of an embedding table, unless that is the head too
     total_params             elements of everything but MTP and vision
     active_params_per_token  of these, what a token uses: top_k experts a layer, and of an embedding table one row
     parts                    bytes by part; routed is routed_bytes, the others but mtp and vision make up dense_bytes

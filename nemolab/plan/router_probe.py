@@ -64,13 +64,14 @@ def probe_model(model: nn.Module, experts: Iterable[nn.Module], count: int) -> R
 def _read(seen: _Seen, count: int) -> Routing | None:
     """The last choice among at least `count` is the one between experts: groups are chosen before, from fewer."""
     width = next((width for _, width in seen.calls if width), None)
-    choices = [(k, over) for k, over in seen.choices if over >= count and k <= over]
     handed = next((k for k, _ in seen.calls if k), None)
     if handed:
-        over = next((over for k, over in reversed(choices) if k == handed), count)
+        # More may be scored than have weights: zero-compute experts.
+        over = next((over for k, over in reversed(seen.choices) if k == handed and over >= count), count)
         return Routing(handed, over, width)
-    if choices:
-        return Routing(*choices[-1], width)
+    chosen = [k for k, over in seen.choices if over == count and k <= over]
+    if chosen:
+        return Routing(chosen[-1], count, width)
     # Routers of the top one or two take the highest score once or twice instead.
     times = sum(over == count for over in seen.highest)
     return Routing(times, count, width) if times else None
@@ -134,7 +135,7 @@ def _Choices(seen: _Seen) -> Any:
     from torch.overrides import TorchFunctionMode
 
     top = {torch.topk, torch.Tensor.topk}
-    highest = {torch.argmax, torch.Tensor.argmax, torch.max, torch.Tensor.max}
+    highest = {torch.argmax, torch.Tensor.argmax}
 
     class Choices(TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):

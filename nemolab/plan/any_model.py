@@ -1,0 +1,269 @@
+"""Bytes per token of any model that transformers knows, from its config alone."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from nemolab.errors import CheckpointError, UsageError
+from nemolab.paths import shown
+from nemolab.plan.expert_finder import Candidate, RoutedExperts, find_experts
+from nemolab.plan.meta_model import build_model
+from nemolab.plan.model_parts import Weight, list_weights, text_config
+from nemolab.plan.quantization import Quantization, read_quantization
+from nemolab.plan.result import ROUTED, ExpertGroup, Plan, ReadOfEmbeddings, assemble
+from nemolab.plan.weight_formats import NOT_QUANTISED, OFFERED, fits, matrix_scalar_bytes, weight_bytes
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_PLAIN_OF = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+_MTP_FIELDS = re.compile(r"^(num_nextn_predict_layers|(n|num)_mtp_\w+|mtp_num_\w+|num_mtp)$")
+
+
+def plan_any(
+    raw: dict[str, Any],
+    where: str,
+    *,
+    name: str,
+    experts_as: str | None = None,
+    dense_as: str | None = None,
+) -> Plan:
+    """Count a parsed config.json of any family: built without weights, counted by module.
+
+    name        what the model is called
+    experts_as  format of the routed experts; default: what the config states, else its dtype
+    dense_as    format of the linear layers that are no experts, but routers; default likewise
+
+    Raises CheckpointError where transformers cannot build the model, or where nobody can see what an expert is.
+    """
+    for option, asked in (("experts_as", experts_as), ("dense_as", dense_as)):
+        if asked is not None and asked not in OFFERED:
+            raise UsageError(f"{option} is {asked!r}; one of {', '.join(OFFERED)} was expected")
+    built = build_model(raw, where)
+    routed, unseen = find_experts(built.model, _widths(built.model))
+    weights = list_weights(built.model, routed)
+    routed = [found for found in routed if not _is_aside(found, built.model)]
+    if not routed:
+        _refuse_unseen(unseen, where)
+    formats = _Formats(raw, shown(where), experts_as, dense_as)
+    groups, split, scalars = _count_experts(routed, formats, where)
+    params: Counter[str] = Counter()
+    for weight in weights:
+        format = formats.of(weight)
+        rows, columns = weight.shape if len(weight.shape) == 2 else (1, weight.params)
+        split[weight.part, weight.kind, format] += weight_bytes(rows, columns, format) + (
+            matrix_scalar_bytes(format) if weight.linear else 0
+        )
+        params[weight.part] += weight.params
+    config = text_config(built.model)
+    return assemble(
+        name=name,
+        source=f"transformers' model of {shown(where)}, without weights",
+        model_type=str(raw.get("model_type")),
+        layers=_layers(routed, weights),
+        n_layers=int(getattr(config, "num_hidden_layers", 0) or 0),
+        groups=groups,
+        expert_width=routed[0].matrices[0][1] if routed else 0,
+        routed_scalar_bytes=scalars,
+        split=split,
+        params=params,
+        embeddings_read=_embeddings_read(weights, formats),
+        shared_expert_params=params["shared"] // len(_places(weights, "shared")) if params["shared"] else 0,
+        mamba_state_bytes=0 if _only_attention(weights) else None,
+        kv_bytes_per_token=_kv_bytes(weights),
+        assumptions=[*formats.sentences(routed), *_notes(raw, built.notes, routed, weights)],
+    )
+
+
+class _Formats:
+    """Which format each tensor is counted in: the one asked for, else the config's, else its dtype."""
+
+    def __init__(self, raw: dict[str, Any], where: str, experts_as: str | None, dense_as: str | None):
+        self.where, self.experts_as, self.dense_as = where, experts_as, dense_as
+        self.stated: Quantization = read_quantization(raw, where)
+        stored = next((part[key] for part in _dicts(raw) for key in ("dtype", "torch_dtype") if part.get(key)), None)
+        self.plain = _PLAIN_OF.get(str(stored), "bf16")
+        self.said_plain = str(stored) in _PLAIN_OF
+        self.left_plain: set[str] = set()
+
+    def of_experts(self, found: RoutedExperts) -> str:
+        stated = self.stated.of_experts(found.candidate.name)
+        if self.experts_as == "fp8" and stated and stated.startswith("fp8_"):
+            return stated  # the same values; the config says how their scales lie
+        return self.experts_as or stated or self.plain
+
+    def of(self, weight: Weight) -> str:
+        plain = self.plain if weight.dtype == "bf16" else weight.dtype
+        if not weight.linear or weight.part in NOT_QUANTISED:
+            return plain
+        stated = self.stated.of_linear(weight.module)
+        asked = self.dense_as if weight.part not in ("mtp",) else None
+        if asked == "fp8" and stated and stated.startswith("fp8_"):
+            asked = stated
+        format = asked or stated or plain
+        if not fits(weight.shape[1], format):
+            self.left_plain.add(weight.kind)
+            return plain
+        return format
+
+    def sentences(self, routed: list[RoutedExperts]) -> list[str]:
+        stated = {self.stated.of_experts(found.candidate.name) for found in routed} - {None}
+        dtype = f"its dtype, {self.plain}" if self.said_plain else f"{self.plain}, as it states no dtype"
+        lines = []
+        if routed and self.experts_as:
+            against = f", not as the {'/'.join(sorted(stated))} the config states" if stated - {self.experts_as} else ""
+            lines.append(f"routed experts are counted as {self.experts_as}, as asked{against}")
+        elif routed and stated:
+            lines.append(f"routed experts are counted as {'/'.join(sorted(stated))}, which the config states")
+        elif routed:
+            lines.append(f"routed experts are counted in {dtype}; experts_as changes it")
+        if self.dense_as:
+            lines.append(f"other linear layers but routers are counted as {self.dense_as}, as asked")
+        lines.append(f"{self.stated.origin}; what nothing quantises is counted in {dtype}")
+        if self.left_plain:
+            kinds = ", ".join(sorted(self.left_plain)[:4])
+            lines.append(f"left unquantised, as their rows are no whole groups: {kinds}")
+        return [*lines, *self.stated.notes]
+
+
+def _widths(model: nn.Module) -> tuple[int, ...]:
+    """Widths a hidden state may have: what the text's config says, then the columns of the embedding tables."""
+    tables = [model.get_input_embeddings()] if hasattr(model, "get_input_embeddings") else []
+    columns = [table.weight.shape[1] for table in tables if getattr(table, "weight", None) is not None]
+    said = getattr(text_config(model), "hidden_size", None)
+    return tuple(dict.fromkeys([*([said] if isinstance(said, int) and said > 0 else []), *columns]))
+
+
+def _is_aside(found: RoutedExperts, model: nn.Module) -> bool:
+    """Experts for pictures or in a sub-model that is not the text's: a token of text reads none of them."""
+    return bool(re.search(r"(^|[._])(vision|visual|image|audio)", found.candidate.name))
+
+
+def _refuse_unseen(unseen: list[Candidate], where: str) -> None:
+    stacks = [candidate for candidate in unseen if not candidate.listed and candidate.experts > 2]
+    if not stacks:
+        return
+    shapes = ", ".join(f"{list(shape)}" for shape in stacks[0].stacks.values())
+    raise CheckpointError(
+        f"{where}: {len(stacks)} modules hold stacks that look like experts, such as {stacks[0].name} with"
+        f" {stacks[0].experts} x ({shapes}), but running them did not show how many a token uses; say so in the"
+        ' config: "nemolab": {"top_k": K}'
+    )
+
+
+def _count_experts(
+    routed: list[RoutedExperts], formats: _Formats, where: str
+) -> tuple[tuple[ExpertGroup, ...], Counter[tuple[str, str, str]], int]:
+    """(groups of layers with experts of one kind, bytes by format, bytes of the scalars of all)."""
+    layers: dict[tuple, list[int]] = {}
+    for found in routed:
+        key = (found.experts, found.top_k, found.identities, found.matrices, found.vectors, formats.of_experts(found))
+        layers.setdefault(key, []).append(found.candidate.layer or 0)
+    groups, split, scalars = [], Counter(), 0
+    for (experts, top_k, identities, matrices, vectors, format), indices in layers.items():
+        try:
+            values = sum(weight_bytes(rows, columns, format) for rows, columns in matrices)
+        except CheckpointError as error:
+            raise CheckpointError(f"{where}: an expert of layer {indices[0]}, {_show(matrices)}: {error}") from error
+        size = values + weight_bytes(1, vectors, formats.plain)
+        groups.append(
+            ExpertGroup(
+                layers=tuple(indices),
+                experts=experts,
+                top_k=top_k,
+                identities=identities,
+                matrices=matrices,
+                expert_params=sum(rows * columns for rows, columns in matrices) + vectors,
+                expert_bytes=size,
+                format=format,
+            )
+        )
+        split[ROUTED, "experts", format] += len(indices) * experts * size
+        scalars += len(indices) * experts * len(matrices) * matrix_scalar_bytes(format)
+    return tuple(groups), split, scalars
+
+
+def _show(matrices: tuple[tuple[int, int], ...]) -> str:
+    return " + ".join(f"[{rows}, {columns}]" for rows, columns in matrices)
+
+
+def _layers(routed: list[RoutedExperts], weights: list[Weight]) -> dict[str, int]:
+    counts = {part: len(_places(weights, part)) for part in ("mamba", "attention", "mlp")}
+    moe = len({found.candidate.layer for found in routed})
+    return {"mamba": counts["mamba"], "moe": moe, "attention": counts["attention"], "mlp": counts["mlp"]}
+
+
+def _places(weights: list[Weight], part: str) -> set[str]:
+    """The layers in which a part stands."""
+    return {
+        found[0] for weight in weights if weight.part == part and (found := re.match(r".*?\.\d+(?=\.)", weight.name))
+    }
+
+
+def _embeddings_read(weights: list[Weight], formats: _Formats) -> ReadOfEmbeddings:
+    """A row of each table; all of the first where the model has no head of its own."""
+    tables = [weight for weight in weights if weight.part == "embeddings"]
+    tied = not any(weight.part == "head" for weight in weights)
+    params = size = 0
+    for index, table in enumerate(tables):
+        rows = table.shape[0] if tied and index == 0 else 1
+        count = rows * (table.params // max(1, table.shape[0]))
+        params += count
+        size += weight_bytes(1, count, formats.of(table))
+    return ReadOfEmbeddings(params, size)
+
+
+def _only_attention(weights: list[Weight]) -> bool:
+    """Whether every layer's mixer is attention with keys and values, so that nothing else is kept between tokens."""
+    layers = {found[0] for weight in weights if (found := re.match(r".*?\.layers\.\d+(?=\.)", weight.name))}
+    keys = {weight.name.partition(".self_attn.")[0] for weight in weights if _KEYS.search(weight.name)}
+    return bool(layers) and layers <= keys
+
+
+_KEYS = re.compile(r"\.self_attn\.(k_proj|kv_a_proj_with_mqa|kv_proj)\.weight$")
+
+
+def _kv_bytes(weights: list[Weight]) -> int | None:
+    """Keys and values of one token in BF16: rows of k_proj and v_proj, or the latent that stands for both."""
+    rows = [
+        weight.shape[0]
+        for weight in weights
+        if weight.part == "attention" and re.search(r"\.(k_proj|v_proj|kv_a_proj_with_mqa)\.weight$", weight.name)
+    ]
+    return 2 * sum(rows) if rows else None
+
+
+def _notes(
+    raw: dict[str, Any], built: tuple[str, ...], routed: list[RoutedExperts], weights: list[Weight]
+) -> list[str]:
+    notes = list(built)
+    if not routed:
+        notes.append("no module routes to experts: the model is dense, and a cache of experts has nothing to hold")
+    if identities := max((found.identities for found in routed), default=0):
+        notes.append(
+            f"the router also chooses among {identities} zero-compute experts, which read nothing: bytes_per_token is"
+            " the most a token reads"
+        )
+    if phantoms := sum(found.phantoms for found in routed):
+        notes.append(f"{phantoms:,} matrices that transformers makes for zero-compute experts are not counted")
+    declared = next(
+        (f"{key} {part[key]}" for part in _dicts(raw) for key in part if _MTP_FIELDS.match(key) and part[key]), None
+    )
+    built_mtp = any(weight.part == "mtp" for weight in weights)
+    if declared and not built_mtp:
+        notes.append(f"multi-token prediction ({declared}) is declared, but transformers builds none: not counted")
+    if built_mtp:
+        notes.append("the multi-token-prediction part is counted apart, in no sum but its own")
+    if any(weight.part == "vision" for weight in weights):
+        notes.append("vision counts all that is not the language model, in no sum but its own")
+    if raw.get("auto_map"):
+        notes.append("auto_map is ignored: code that comes with a model is never run")
+    return notes
+
+
+def _dicts(raw: dict[str, Any]) -> list[dict[str, Any]]:
+    """A config and the parts of it that may describe a language model."""
+    keys = ("text_config", "llm_config", "language_config", "thinker_config")
+    return [raw, *(raw[key] for key in keys if isinstance(raw.get(key), dict))]
