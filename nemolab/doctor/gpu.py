@@ -39,8 +39,8 @@ def find_gpus(root: Path) -> Gpus:
     if tool is None:
         return Gpus([], None, signs, "nvidia-smi is not on the PATH" if signs else "")
     try:
-        cards = _run([tool, *_QUERY])
-        cuda = re.search(r"CUDA Version:\s*(\d+\.\d+)", _run([tool]))
+        cards = _run([tool, *_QUERY], TOOL_SECONDS)
+        cuda = re.search(r"CUDA Version:\s*(\d+\.\d+)", _run([tool], TOOL_SECONDS))
     except (OSError, subprocess.SubprocessError) as problem:
         return Gpus([], None, signs, f"nvidia-smi fails: {_words(problem)}")
     return Gpus([line for line in cards.splitlines() if line.strip()], cuda and cuda[1], signs, "")
@@ -90,7 +90,7 @@ def _torch_sees_it() -> str:
         return _words(problem)
 
 
-def _run(command: list[str], seconds: float = TOOL_SECONDS) -> str:
+def _run(command: list[str], seconds: float) -> str:
     return subprocess.run(
         command, capture_output=True, text=True, errors="replace", timeout=seconds, check=True, stdin=subprocess.DEVNULL
     ).stdout
