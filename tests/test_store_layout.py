@@ -119,18 +119,6 @@ def test_views_share_the_block():
     assert block.sum() == 7 * 2 * 64
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_landing_and_settling_is_packing(name):
-    layout = BlockLayout(name, 48, 34)
-    planes = random_planes(layout, seed=3)
-    block, spare = np.full(layout.block_bytes, 0xEE, np.uint8), np.full(layout.payload_bytes, 0xDD, np.uint8)
-    landed = layout.landing(block, spare)
-    for plane, place in zip(planes, landed, strict=True):
-        place[...] = plane
-    layout.settle(landed, block)
-    assert np.array_equal(block, packed(layout, planes))
-
-
 @pytest.mark.parametrize(
     "name, inter, width, words",
     [

@@ -75,8 +75,10 @@ def test_folders_that_are_no_store_are_not_touched(source, tmp_path):
     assert os.listdir(tmp_path / "mine") == ["thesis.txt"]
     with pytest.raises(StoreError, match="is a file"):
         repack(source, tmp_path / "mine" / "thesis.txt", announce=quiet)
-    with pytest.raises(StoreError, match="is no store"):
+    before = digests(source)
+    with pytest.raises(StoreError, match="is a checkpoint and no store"):
         repack(source, source, announce=quiet)
+    assert digests(source) == before
 
 
 def test_an_empty_folder_and_missing_parents_are_used(source, tmp_path):
@@ -139,17 +141,15 @@ source, folder, moment = sys.argv[1:]
 die = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
 if moment == "experts":
     import nemolab.store.writer as writer
-    real, count = writer.BlockWriter.write, []
-    def write(self, block, buffer):
-        real(self, block, buffer)
-        count.append(block)
+    real, count = writer.PlacedFile.write, []
+    def write(self, offset, buffer):
+        real(self, offset, buffer)
+        count.append(offset)
         if len(count) == 8:
             die()
-    writer.BlockWriter.write = write
+    writer.PlacedFile.write = write
 elif moment == "dense":
-    real = sys.modules["nemolab.store.repack"].write_tensor_file
-    sys.modules["nemolab.store.repack"].write_tensor_file = lambda path, *rest: (
-        die() if path.name == files.DENSE else real(path, *rest))
+    sys.modules["nemolab.store.repack"].DenseFile.copy = die
 elif moment == "before the manifest":
     target.Target.commit = die
 repack(source, folder)
@@ -187,7 +187,7 @@ def test_too_little_space_is_said_before_anything_is_written(source, tmp_path, m
         f_bavail, f_frsize = 10, 4096
 
     monkeypatch.setattr(os, "statvfs", lambda path: Small)
-    with pytest.raises(StoreError, match=r"needs [\d,]+ bytes .* 40,960 .* are free: [\d,]+ are missing"):
+    with pytest.raises(StoreError, match=r"needs [\d,]+ bytes .* 40,960 .* are free: [\d,]+ .* are missing"):
         repack(source, tmp_path / "store", announce=quiet)
     monkeypatch.setattr(os, "statvfs", real)
     assert not (tmp_path / "store").exists()

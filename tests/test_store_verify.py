@@ -2,7 +2,6 @@
 
 import json
 import os
-from importlib import import_module
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from synthetic import write_checkpoint
 from nemolab.checkpoint import Checkpoint
 from nemolab.checkpoint.safetensors_header import read_header
 from nemolab.errors import StoreError
-from nemolab.store import BlockLayout, Store, files, repack, verify
+from nemolab.store import BlockLayout, Store, expert_file, files, repack, verify
 from nemolab.store.layout import LAYOUTS
 from nemolab.store.nibbles import transpose_nibbles
 from nemolab.store.verify import check_source, sample_blocks
@@ -46,17 +45,19 @@ def test_damaged_padding_is_found(source, store_path):
 
 
 def test_a_wrong_permutation_is_found_though_it_inverts_itself(source, tmp_path, monkeypatch):
-    """Swapped nibbles survive there-and-back: only a reading of its own sees them."""
-    module = import_module("nemolab.store.repack")
-    real = module.choose_transpose
+    """Swapped nibbles survive there-and-back: only a reading of its own sees them, at repack and afterwards."""
 
     def swapped(packed, out):
         transpose_nibbles(packed, out)
         out[...] = (out >> 4) | (out << 4)
 
-    monkeypatch.setattr(module, "choose_transpose", lambda total_bytes: swapped)
-    repack(source, tmp_path / "store", announce=quiet)
-    monkeypatch.setattr(module, "choose_transpose", real)
+    with monkeypatch.context() as patch:
+        patch.setattr(expert_file, "choose_transpose", lambda total_bytes: swapped)
+        with pytest.raises(StoreError, match="block 0 .* was read back and is not what the source holds: down_values"):
+            repack(source, tmp_path / "store", announce=quiet)
+        assert not (tmp_path / "store").exists()
+        patch.setattr(expert_file.ExpertFile, "check_sample", lambda *_: None)
+        repack(source, tmp_path / "store", announce=quiet)
     assert verify(tmp_path / "store").mismatches == 0, "the checksums are those of what was written"
     found = verify(tmp_path / "store", source=source)
     assert found.mismatches == found.checked == 16 and "down_values" in found.details[0]

@@ -5,8 +5,9 @@ What a store is:
     files, manifest               names, finished files, checksums; what a store says about itself
 Making one:
     contents                      what of a checkpoint goes where
-    target                        the folder: who may write in it, how it is left
-    writer, tensor_file           blocks past the page cache; safetensors files as a stream
+    target, journal               the folder: who may write in it, how it is left, what is written already
+    source_reader, writer         both ends past the page cache; workers between them
+    expert_file, dense_file, tensor_file    the blocks, the rest of the model, small safetensors files
     repack                        all of it together
     cachefolder                   a store made on the way, where a command was given none
 Using one:

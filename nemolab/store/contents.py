@@ -8,7 +8,7 @@ from typing import Any
 from nemolab.checkpoint import Checkpoint, Module, TensorEntry
 from nemolab.checkpoint.checkpoint import SMALL_FILES
 from nemolab.checkpoint.structure import LEFT_OUT_PARTS
-from nemolab.errors import StoreError
+from nemolab.errors import CheckpointError, StoreError
 from nemolab.store.layout import BlockLayout
 from nemolab.store.manifest import EXPERT_FORMAT
 
@@ -54,13 +54,26 @@ def block_layout(checkpoint: Checkpoint, layout: str) -> BlockLayout:
 
 
 def fingerprint(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What a store records about its source. Headers do not tell retrained weights apart, times of change do."""
-    shards = {
-        name: facts | {"mtime_ns": (checkpoint.path / name).stat().st_mtime_ns}
-        for name, facts in checkpoint.fingerprint().items()
-    }
+    """What a store records about its source. Headers do not tell retrained weights apart, times of change do.
+
+    Raises CheckpointError for a shard that is no longer as large as when its header was read.
+    """
+    shards = {}
+    for name, facts in checkpoint.fingerprint().items():
+        status = (checkpoint.path / name).stat()
+        if status.st_size != facts["bytes"]:
+            raise CheckpointError(
+                f"{checkpoint.path / name} has {status.st_size:,} bytes now and had {facts['bytes']:,}: it was changed"
+            )
+        shards[name] = facts | {"mtime_ns": status.st_mtime_ns}
     small = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in checkpoint.small_files().items()}
     return {"name": checkpoint.path.resolve().name, "files": shards, "small_files": small}
+
+
+def touched(checkpoint: Checkpoint) -> dict[str, list[int]]:
+    """Shard -> facts that change with any change of it, also one that puts back size and time: [inode, ctime_ns]."""
+    found = {name: (checkpoint.path / name).stat() for name in checkpoint.headers}
+    return {name: [status.st_ino, status.st_ctime_ns] for name, status in found.items()}
 
 
 def missing_small_files(checkpoint: Checkpoint) -> list[str]:

@@ -2,10 +2,12 @@
 
 `open(O_DIRECT)` succeeding means little: overlay accepts it and fails at the first read, tmpfs and compressed btrfs
 accept it and serve the page cache. So the flag is read back from the descriptor, the kernel is asked for the alignment
-it wants (statx, Linux 6.1), an aligned read is made, and the page cache is asked whether it was used (cachestat,
-Linux 6.5). Older kernels cannot answer the last two; then flag and read must do, and the reason says so.
+it wants (statx, Linux 6.1; for reads alone 6.14), an aligned read is made, and the page cache is asked whether it was
+used (cachestat, Linux 6.5). Older kernels cannot answer the last two; then flag and read must do, and the reason says
+so.
 """
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -20,8 +22,10 @@ from nemolab.units import PAGE_BYTES
 
 _AT_EMPTY_PATH = 0x1000
 _STATX_DIOALIGN = 0x2000
+_STATX_DIO_READ_ALIGN = 0x20000
 _STATX_BYTES = 256
 _STATX_DIO_FIELDS = 152  # stx_dio_mem_align and stx_dio_offset_align, two uint32
+_STATX_DIO_READ_FIELD = 180  # stx_dio_read_offset_align, uint32
 _CACHESTAT_CALL = 451  # the same number on every architecture but alpha
 
 
@@ -29,7 +33,12 @@ class Alignment(NamedTuple):
     """What direct I/O on a file wants, in bytes. Zeros: the file cannot do it."""
 
     memory_bytes: int
-    offset_bytes: int
+    offset_bytes: int  # of writes, and of reads where the file system makes no difference
+    read_offset_bytes: int | None = None
+
+    @property
+    def for_reads_bytes(self) -> int:
+        return self.read_offset_bytes or self.offset_bytes
 
 
 class Proof(NamedTuple):
@@ -50,13 +59,15 @@ def ask_alignment(descriptor: int) -> Alignment | None:
         statx = _libc().statx
     except AttributeError:
         return None
-    if statx(descriptor, b"", _AT_EMPTY_PATH, ctypes.c_uint(_STATX_DIOALIGN), answer) != 0:
+    wanted = ctypes.c_uint(_STATX_DIOALIGN | _STATX_DIO_READ_ALIGN)
+    if statx(descriptor, b"", _AT_EMPTY_PATH, wanted, answer) != 0:
         return None
     mask = int.from_bytes(answer[0:4], "little")
     if not mask & _STATX_DIOALIGN:
         return None
-    fields = np.frombuffer(answer, "<u4", 2, _STATX_DIO_FIELDS)
-    return Alignment(int(fields[0]), int(fields[1]))
+    memory, offset = np.frombuffer(answer, "<u4", 2, _STATX_DIO_FIELDS).tolist()
+    read = int(np.frombuffer(answer, "<u4", 1, _STATX_DIO_READ_FIELD)[0]) if mask & _STATX_DIO_READ_ALIGN else None
+    return Alignment(memory, offset, read)
 
 
 def count_cached_pages(descriptor: int, offset_bytes: int, nbytes: int) -> int | None:
@@ -78,6 +89,12 @@ def address(buffer: np.ndarray) -> int:
     return buffer.__array_interface__["data"][0]
 
 
+def close_quietly(descriptor: int) -> None:
+    """Close a descriptor that is given up: where direct I/O is only pretended, even closing may fail."""
+    with contextlib.suppress(OSError):
+        os.close(descriptor)
+
+
 def open_direct(path: Path, flags: int) -> tuple[int | None, str]:
     """Open with O_DIRECT: the descriptor, or None and the reason why not."""
     wanted = getattr(os, "O_DIRECT", 0)
@@ -90,9 +107,27 @@ def open_direct(path: Path, flags: int) -> tuple[int | None, str]:
             return None, f"the file system refuses O_DIRECT ({errno.errorcode[problem.errno]} at open)"
         raise
     if not fcntl.fcntl(descriptor, fcntl.F_GETFL) & wanted:
-        os.close(descriptor)
+        close_quietly(descriptor)
         return None, "the opened file does not carry O_DIRECT"
     return descriptor, ""
+
+
+def object_to(unit_bytes: int, wants: Alignment | None, *, writes: bool = False) -> str:
+    """Why units of `unit_bytes`, at multiples of it and in memory of whole pages, do not suit; empty if they do."""
+    if wants is None:
+        return ""
+    if not wants.offset_bytes or not wants.memory_bytes:
+        return "the kernel says that this file cannot do direct I/O"
+    offset_bytes = wants.offset_bytes if writes else wants.for_reads_bytes
+    if unit_bytes % offset_bytes:
+        what = "writes" if writes else "reads"
+        return (
+            f"the file system wants direct {what} in multiples of {offset_bytes} bytes, "
+            f"and a block of {unit_bytes} is none"
+        )
+    if PAGE_BYTES % wants.memory_bytes:
+        return f"the file system wants memory aligned to {wants.memory_bytes} bytes, more than a page"
+    return ""
 
 
 def prove_direct(descriptor: int, block_bytes: int, blocks: int) -> Proof:
@@ -102,21 +137,12 @@ def prove_direct(descriptor: int, block_bytes: int, blocks: int) -> Proof:
     blocks       how many the file holds; the first, the middle and the last are tried until one tells
     """
     wants = ask_alignment(descriptor)
-    if wants is not None:
-        if not wants.offset_bytes or not wants.memory_bytes:
-            return Proof(False, "the kernel says that this file cannot do direct I/O")
-        if block_bytes % wants.offset_bytes:
-            return Proof(
-                False,
-                f"the file system wants direct reads in multiples of {wants.offset_bytes} bytes, "
-                f"and a block of {block_bytes} is none",
-            )
+    objection = object_to(block_bytes, wants)
+    if objection:
+        return Proof(False, objection)
     if blocks == 0:
         return Proof(False, "the file is empty, nothing to try")
     buffer = aligned_buffer(block_bytes)
-    memory = wants.memory_bytes if wants else PAGE_BYTES
-    if address(buffer) % memory:
-        return Proof(False, f"the file system wants memory aligned to {memory} bytes, more than a page")
     proof = None
     for block in sorted({0, blocks // 2, blocks - 1}):
         proof = proof or _prove_at(descriptor, block * block_bytes, buffer)

@@ -1,6 +1,7 @@
 """File names of a store, and writing files so that a half-written one never carries its final name."""
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import BinaryIO
 import numpy as np
 
 from nemolab.errors import StoreError
+from nemolab.units import show_bytes
 
 EXPERTS = "experts.bin"
 GLOBALS = "globals.safetensors"
@@ -16,7 +18,7 @@ DENSE = "dense.safetensors"
 CHECKSUMS = "checksums.npy"
 MANIFEST = "manifest.json"
 PARTIAL = ".partial"  # ending of everything unfinished
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 4 << 20
 
 try:  # ISA-L's crc32 gives the same numbers as zlib's, at about four times the speed
     from isal.isal_zlib import crc32
@@ -39,9 +41,13 @@ def finished_file(path: Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         rename_durably(partial, path)
     except OSError as problem:
-        raise StoreError(f"{path}: cannot be written ({problem.strerror or problem})") from problem
+        why = f"cannot be written ({problem.strerror or problem})"
+        if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+            why += f": {free_bytes(path.parent):,} bytes are free"
+        raise StoreError(f"{path}: {why}") from problem
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the failure that brought us here matters more
+            partial.unlink(missing_ok=True)
 
 
 def rename_durably(partial: Path, final: Path) -> None:
@@ -54,6 +60,31 @@ def rename_durably(partial: Path, final: Path) -> None:
         os.close(folder)
 
 
+def allocated_bytes(path: Path) -> int:
+    """Bytes of disk that a file holds, reserved ones too; 0 if it is not there."""
+    try:
+        return path.lstat().st_blocks * 512
+    except OSError:
+        return 0
+
+
+def free_bytes(folder: Path) -> int:
+    """What may still be written to the disk a folder lies on, by others than root."""
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
+def say_full(folder: Path, needed_bytes: int, held_bytes: int, problem: OSError) -> str:
+    """A full disk or quota in words: what is needed, what is there, what is missing."""
+    free = free_bytes(folder)
+    what = "the quota is used up" if problem.errno == errno.EDQUOT else "the disk is full"
+    text = f"{what}: {needed_bytes:,} bytes are needed, {held_bytes:,} of them are there, {free:,} are free"
+    missing = needed_bytes - held_bytes - free
+    if missing > 0:
+        text += f": {missing:,} ({show_bytes(missing)}) are missing"
+    return f"{text} ({problem.strerror})"
+
+
 def file_crc32(path: Path) -> int:
     """crc32 of a whole file, read in pieces."""
     found = 0
@@ -63,5 +94,36 @@ def file_crc32(path: Path) -> int:
             while count := file.readinto(memoryview(buffer)):
                 found = crc32(buffer[:count], found)
     except OSError as problem:
-        raise StoreError(f"{path}: cannot be read ({problem.strerror})") from problem
+        raise StoreError(f"{path}: cannot be read ({problem.strerror or problem})") from problem
     return found
+
+
+def combine_crc32(first: int, second: int, second_bytes: int) -> int:
+    """The crc32 of two runs of bytes, from the crc32 of each and the length of the second.
+
+    A crc is linear over bits: feeding n zero bytes to it is a 32 x 32 matrix, squared once a bit of n.
+    """
+    if not second_bytes:
+        return first
+    one_zero_bit = [0xEDB88320, *(1 << bit for bit in range(31))]
+    matrix = _square(_square(_square(one_zero_bit)))  # eight zero bits
+    while second_bytes:
+        if second_bytes & 1:
+            first = _apply(matrix, first)
+        matrix, second_bytes = _square(matrix), second_bytes >> 1
+    return first ^ second
+
+
+def _apply(matrix: list[int], vector: int) -> int:
+    found = 0
+    for row in matrix:
+        if not vector:
+            break
+        if vector & 1:
+            found ^= row
+        vector >>= 1
+    return found
+
+
+def _square(matrix: list[int]) -> list[int]:
+    return [_apply(matrix, row) for row in matrix]

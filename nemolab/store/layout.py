@@ -115,31 +115,25 @@ class BlockLayout:
         """The planes of `block`, uint8 [payload_bytes or more], without copying."""
         return ExpertViews(*(block[p.offset_bytes : p.offset_bytes + p.nbytes].reshape(p.shape) for p in self.planes))
 
-    def landing(self, block: np.ndarray, spare: np.ndarray) -> ExpertViews:
-        """Where to put the published planes before `settle`: in the block itself what this layout keeps as published,
-        the rest in `spare`, uint8 [payload_bytes or more]. Nothing is copied that need not be.
+    def pack(self, source: ExpertViews, block: np.ndarray, transpose: Transpose = transpose_nibbles) -> None:
+        """Write the published planes into `block`, uint8 [block_bytes], and zero its padding.
+
+        source     planes in `source_shapes`, each contiguous
+        transpose  how nibbles are transposed, for callers with many experts
         """
-        published = BlockLayout("source", self.expert_inter, self.expert_in).views(spare)
-        if self.name == "source":
-            return self.views(block)
-        return self.views(block)._replace(down_values=published.down_values, down_scales=published.down_scales)
-
-    def settle(self, landed: ExpertViews, block: np.ndarray, transpose: Transpose = transpose_nibbles) -> None:
-        """Finish a block, uint8 [block_bytes], whose published planes were put into `landing`."""
+        for name, plane in zip(ExpertViews._fields, source, strict=True):
+            if plane.shape != self.source_shapes[name]:
+                raise StoreError(f"{name} has shape {plane.shape}; the layout needs {self.source_shapes[name]}")
+        views = self.views(block)
+        views.up_values[...] = source.up_values
+        views.up_scales[...] = source.up_scales
         if self.name == "neuron":
-            views = self.views(block)
-            transpose(landed.down_values, views.down_values)
-            views.down_scales[...] = landed.down_scales.T
+            transpose(source.down_values, views.down_values)
+            views.down_scales[...] = source.down_scales.T
+        else:
+            views.down_values[...] = source.down_values
+            views.down_scales[...] = source.down_scales
         block[self.payload_bytes :] = 0
-
-    def pack(self, source: ExpertViews, block: np.ndarray) -> None:
-        """Write the published planes into `block`, uint8 [block_bytes], and zero its padding."""
-        landed = self.landing(block, np.empty(self.payload_bytes, np.uint8))
-        for name, plane, place in zip(ExpertViews._fields, source, landed, strict=True):
-            if plane.shape != place.shape:
-                raise StoreError(f"{name} has shape {plane.shape}; the layout needs {place.shape}")
-            place[...] = plane
-        self.settle(landed, block)
 
     def unpack(self, block: np.ndarray) -> ExpertViews:
         """The published planes of a block, in their own memory: the inverse of `pack`."""

@@ -33,6 +33,8 @@ def transpose_nibbles_fast(packed: np.ndarray, out: np.ndarray) -> None:
     if packed.shape[0] % 16 or packed.shape[1] % 8:  # not whole tiles
         transpose_nibbles(packed, out)
     else:
+        if not packed.view(np.uint64).flags.aligned:  # a shard's tensors may lie at any byte
+            packed = packed.copy()
         _compile()(packed.view(np.uint64), out.view(np.uint64))
 
 

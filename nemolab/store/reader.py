@@ -194,7 +194,7 @@ def _open(path: Path, block_bytes: int, blocks: int, direct: bool | None) -> tup
                 proof = direct_io.prove_direct(descriptor, block_bytes, blocks)
                 if proof.direct:
                     return descriptor, "direct", proof.reason
-                os.close(descriptor)
+                direct_io.close_quietly(descriptor)
                 reason = proof.reason
             if direct:
                 raise StoreError(f"{path}: direct I/O was asked for and is not to be had: {reason}")

@@ -2,35 +2,38 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from nemolab.checkpoint import Checkpoint, ExpertBytes, Module
-from nemolab.checkpoint.checkpoint import check_expert_scales
-from nemolab.errors import StoreError
+from nemolab.checkpoint import Checkpoint
+from nemolab.errors import CheckpointError, StoreError
 from nemolab.progress import Progress, say
-from nemolab.store import contents, direct_io, files
+from nemolab.store import contents, files
+from nemolab.store.dense_file import DenseFile, is_intact
+from nemolab.store.expert_file import ExpertFile, read_global_scales
 from nemolab.store.layout import BlockLayout
 from nemolab.store.manifest import EXPERT_FORMAT, Manifest
-from nemolab.store.nibbles import Transpose, choose_transpose
+from nemolab.store.source_reader import SourceReader
 from nemolab.store.target import Target
 from nemolab.store.tensor_file import Outgoing, Written, write_tensor_file
 from nemolab.store.verify import verify
-from nemolab.store.writer import BlockWriter
 
-WORKERS = 8  # experts under way at once: enough to keep a disk busy, 50 MB at full Super size
-SLACK_BYTES = 4 << 20  # headers, checksums and small files, generously
-_TICK_S = 0.1
+WORKERS = 8  # experts under way at once: enough to keep a disk busy
+BUFFER_BYTES = 256 << 20  # for all workers together: fewer of them where experts are huge
 
 
 @dataclass(frozen=True)
 class RepackResult:
-    """What a repack did. `bytes_written` is 0 and `already_complete` true where the same store was there already."""
+    """What a repack did. `bytes_written` is 0 and `already_complete` true where the same store was there already.
+
+    resumed_blocks  blocks kept from a run that was killed: written by it, read again and found whole
+    direct_io       whether blocks were written past the page cache, as far as the kernel tells
+    source_direct   the same of reading the checkpoint
+    """
 
     blocks: int
     block_bytes: int
@@ -38,6 +41,8 @@ class RepackResult:
     seconds: float
     direct_io: bool
     already_complete: bool = False
+    resumed_blocks: int = 0
+    source_direct: bool = False
     notes: list[str] = field(default_factory=list)
 
 
@@ -52,9 +57,10 @@ def repack(
     """Make a store of the checkpoint folder `source` in the folder `target`.
 
     progress  called from this thread with (bytes done, bytes in all), about ten times a second
-    announce  told once about fallbacks, missing small files and a store that is there already
-    Peak memory is a few dozen MB beyond the checkpoint's headers, whatever the model's size. An interrupt or error
-    removes what was written; after SIGKILL what is left does not look finished, and the next repack begins again.
+    announce  told once about fallbacks, missing small files, a store that is there already and one that is gone on with
+    Peak memory is a few hundred MB beside the checkpoint's headers, whatever the model's size. An interrupt or error
+    removes what was written. After SIGKILL or a power cut what is left does not look finished; the next repack of the
+    same source and layout keeps the blocks that still check out and ends with the same bytes.
     Raises CheckpointError for a bad source; StoreError for a target that holds something else, a full disk, experts
     that are not NVFP4 or hold NaN scales.
     """
@@ -70,146 +76,143 @@ def repack(
         "experts": checkpoint.config.n_experts,
         "source": contents.fingerprint(checkpoint),
     }
-    with Target(Path(target).expanduser(), identity) as place:
+    touched = contents.touched(checkpoint)
+    with Target(Path(target).expanduser(), identity, touched) as place:
         if place.finished is not None:
             return _accept_finished(place.finished, place.folder, checkpoint, identity, announce, started_s)
-        missing = contents.missing_small_files(checkpoint)
-        if missing:
-            announce(f"{checkpoint.path} has no {', '.join(missing)}; the store will not have them either")
-        manifest = _write_all(checkpoint, plan, blocks, identity, missing, place, progress, announce)
-        if contents.fingerprint(checkpoint) != identity["source"]:
+        job = _Job(checkpoint, plan, blocks, place, progress, _once(announce))
+        manifest = job.run(identity)
+        if _changed(checkpoint, identity, touched):
             raise StoreError(f"{checkpoint.path} was changed while it was repacked; nothing is kept, run it again")
         place.commit(manifest)
-    written_bytes = sum(record["bytes"] for record in manifest.files.values())
-    seconds = time.perf_counter() - started_s
     return RepackResult(
-        len(plan.experts), blocks.block_bytes, written_bytes, seconds, manifest.direct_io, notes=checkpoint.notes
+        len(plan.experts),
+        blocks.block_bytes,
+        job.written_bytes,
+        time.perf_counter() - started_s,
+        manifest.direct_io,
+        resumed_blocks=job.resumed_blocks,
+        source_direct=job.source_direct,
+        notes=checkpoint.notes,
     )
 
 
-def _write_all(
-    checkpoint: Checkpoint,
-    plan: contents.Contents,
-    blocks: BlockLayout,
-    identity: dict,
-    missing: list[str],
-    place: Target,
-    progress: Progress | None,
-    announce: Callable[[str], None],
-) -> Manifest:
-    """Every file but the manifest, which is returned."""
-    experts_bytes = len(plan.experts) * blocks.block_bytes
-    dense_bytes = sum(entry.nbytes for entry in plan.dense)
-    small_bytes = sum(path.stat().st_size for path in checkpoint.small_files().values())
-    place.reserve(experts_bytes + dense_bytes + small_bytes + SLACK_BYTES)
-    count = _Count(experts_bytes + dense_bytes, progress)
-    records: dict[str, dict[str, int]] = {}
+class _Job:
+    """Every file of a store but its manifest."""
 
-    checksums, globals_, direct = _write_experts(checkpoint, plan, blocks, place.folder, count, announce)
-    records[files.EXPERTS] = {"bytes": experts_bytes}
-    with files.finished_file(place.folder / files.CHECKSUMS) as file:
-        np.save(file, checksums)
-    records[files.CHECKSUMS] = _record(place.folder / files.CHECKSUMS)
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        plan: contents.Contents,
+        blocks: BlockLayout,
+        place: Target,
+        progress: Progress | None,
+        announce: Callable[[str], None],
+    ):
+        self._checkpoint, self._plan, self._blocks = checkpoint, plan, blocks
+        self._place, self._announce = place, announce
+        self._experts_bytes = len(plan.experts) * blocks.block_bytes
+        self._dense_bytes = sum(entry.nbytes for entry in plan.dense)
+        self._count = _Count(self._experts_bytes + self._dense_bytes, progress)
+        self.workers = max(1, min(WORKERS, BUFFER_BYTES // (2 * blocks.block_bytes)))
+        self.written_bytes = self.resumed_blocks = 0
+        self.source_direct = False
 
-    shape = (identity["layers"], identity["experts"], 2)
-    outgoing = Outgoing("weight_scale_2", "F32", shape, globals_.nbytes, lambda: [globals_.view(np.uint8).reshape(-1)])
-    records[files.GLOBALS] = _as_record(write_tensor_file(place.folder / files.GLOBALS, [outgoing]))
+    def run(self, identity: dict) -> Manifest:
+        """Write it all; returns the manifest, unwritten."""
+        checkpoint, folder = self._checkpoint, self._place.folder
+        missing = contents.missing_small_files(checkpoint)
+        if missing:
+            self._announce(f"{checkpoint.path} has no {', '.join(missing)}; the store will not have them either")
+        self._say_how_it_begins()
+        self._place.reserve(self._experts_bytes + self._dense_bytes + self._rest_bytes())
+        self._place.begin()
+        with SourceReader(checkpoint, self._announce) as reader:
+            globals_ = read_global_scales(self._plan.experts, reader, self.workers, self._count.show)
+            dense, records, direct = self._write_large(reader, globals_)
+            self.source_direct = reader.direct
+        for name, path in checkpoint.small_files().items():
+            with files.finished_file(folder / name) as file:
+                file.write(_read_small(path))
+            records[name] = _record(folder / name)
+            self.written_bytes += records[name]["bytes"]
+        self._count.show()
+        return Manifest(
+            **identity,
+            expert_format=EXPERT_FORMAT,
+            files=records,
+            dense_crc32=dense.tensors,
+            direct_io=direct,
+            left_out=self._plan.left_out,
+            missing_small_files=missing,
+        )
 
-    dense = write_tensor_file(
-        place.folder / files.DENSE, [_outgoing(checkpoint, entry) for entry in plan.dense], count.add_and_show
-    )
-    records[files.DENSE] = _as_record(dense)
-    for name, path in checkpoint.small_files().items():
-        with files.finished_file(place.folder / name) as file:
-            file.write(path.read_bytes())
-        records[name] = _record(place.folder / name)
-    count.show()
-    return Manifest(
-        **identity,
-        expert_format=EXPERT_FORMAT,
-        files=records,
-        dense_crc32=dense.tensors,
-        direct_io=direct,
-        left_out=plan.left_out,
-        missing_small_files=missing,
-    )
+    def _rest_bytes(self) -> int:
+        """What all but experts and dense data takes at most: small files, checksums, journal, headers, manifest."""
+        small = [path.stat().st_size for path in self._checkpoint.small_files().values()]
+        names = [name for names in self._plan.left_out.values() for name in names]
+        listed = sum(len(name.encode()) + 8 for name in names) + 200 * len(self._plan.dense)
+        return sum(small) + 4096 * len(small) + 64 * len(self._plan.experts) + listed + (256 << 10)
+
+    def _write_large(self, reader: SourceReader, globals_: np.ndarray) -> tuple[Written, dict, bool]:
+        """Everything that grows with the model: the dense file, the records of the manifest, and direct or not."""
+        place, folder, count = self._place, self._place.folder, self._count
+        with closing(
+            ExpertFile(folder, self._plan.experts, self._blocks, self._announce, keep=place.resumes)
+        ) as experts:
+            dense = self._kept_dense()
+            # Reserved before the first block is written: a disk that is too small is met now and not in an hour.
+            dense_file = None if dense else DenseFile(folder / files.DENSE, self._plan.dense, self._announce)
+            try:
+                checksums = experts.write(reader, place.journal, self.workers, count.add, count.show)
+                self.resumed_blocks = experts.kept
+                self.written_bytes += self._experts_bytes - experts.kept * self._blocks.block_bytes
+                experts.check_sample(self._checkpoint)
+                if dense_file is not None:
+                    dense = dense_file.copy(reader, self.workers, count.add, count.show)
+                    place.journal.add_file(files.DENSE, dense)
+                    self.written_bytes += dense.nbytes
+            finally:
+                if dense_file is not None:
+                    dense_file.close()
+        records = {files.EXPERTS: {"bytes": self._experts_bytes}}
+        with files.finished_file(folder / files.CHECKSUMS) as file:
+            np.save(file, checksums)
+        records[files.CHECKSUMS] = _record(folder / files.CHECKSUMS)
+        shape = (len(self._checkpoint.config.moe_layers), self._checkpoint.config.n_experts, 2)
+        scales = Outgoing("weight_scale_2", "F32", shape, globals_.nbytes, lambda: [globals_.view(np.uint8).ravel()])
+        records[files.GLOBALS] = _as_record(write_tensor_file(folder / files.GLOBALS, [scales]))
+        records[files.DENSE] = _as_record(dense)
+        self.written_bytes += records[files.CHECKSUMS]["bytes"] + records[files.GLOBALS]["bytes"]
+        return dense, records, experts.direct
+
+    def _kept_dense(self) -> Written | None:
+        """The dense file of an earlier run, if it is whole."""
+        recorded = self._place.journal.files.get(files.DENSE)
+        if not is_intact(self._place.folder / files.DENSE, recorded):
+            (self._place.folder / files.DENSE).unlink(missing_ok=True)
+            return None
+        self._count.add(self._dense_bytes)
+        return recorded
+
+    def _say_how_it_begins(self) -> None:
+        place = self._place
+        if place.resumes:
+            self._announce(
+                f"{place.folder}: going on with a repack that was cut off: {len(place.journal.blocks):,} of "
+                f"{len(self._plan.experts):,} blocks were written; those that still check out are kept"
+            )
+        elif place.restarts:
+            self._announce(
+                f"{place.folder}: a repack was cut off there, and its source was touched since: it begins again"
+            )
 
 
-def _write_experts(
-    checkpoint: Checkpoint,
-    plan: contents.Contents,
-    blocks: BlockLayout,
-    folder: Path,
-    count: "_Count",
-    announce: Callable[[str], None],
-) -> tuple[np.ndarray, np.ndarray, bool]:
-    """Write experts.bin; returns its checksums uint32 [blocks], the global scales float32 [blocks, 2], and direct."""
-    checksums = np.zeros(len(plan.experts), np.uint32)
-    globals_ = np.zeros((len(plan.experts), 2), np.float32)
-    jobs = iter(_in_file_order(plan.experts))
-    stop = threading.Event()
-    final = folder / files.EXPERTS
-    partial = final.with_name(final.name + files.PARTIAL)
-    transpose = choose_transpose(blocks.block_bytes * len(plan.experts))
-    writer = BlockWriter(partial, blocks.block_bytes, len(plan.experts), announce)
-
-    def work() -> None:
-        block = direct_io.aligned_buffer(blocks.block_bytes)
-        spare = direct_io.aligned_buffer(blocks.payload_bytes)
-        for index in jobs:  # next() on it is atomic: each expert is taken once
-            if stop.is_set():
-                return
-            globals_[index] = _read_expert(checkpoint, plan.experts[index], blocks, block, spare, transpose)
-            checksums[index] = files.crc32(block)
-            writer.write(index, block)
-            count.add(blocks.block_bytes)
-
-    pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="nemolab-repack")
+def _changed(checkpoint: Checkpoint, identity: dict, touched: dict) -> bool:
     try:
-        waiting = {pool.submit(work) for _ in range(min(WORKERS, len(plan.experts)))}
-        while waiting:
-            done, waiting = wait_for(waiting, timeout=_TICK_S, return_when=FIRST_EXCEPTION)
-            for finished in done:
-                finished.result()
-            count.show()
-        writer.flush()
-        files.rename_durably(partial, final)
-    finally:
-        stop.set()
-        pool.shutdown(wait=True, cancel_futures=True)
-        writer.close()
-    return checksums, globals_, writer.direct
-
-
-def _read_expert(
-    checkpoint: Checkpoint,
-    pair: tuple[Module, Module],
-    blocks: BlockLayout,
-    block: np.ndarray,
-    spare: np.ndarray,
-    transpose: Transpose,
-) -> tuple[float, float]:
-    """Fill `block` with one expert; returns its two global scales."""
-    up, down = pair
-    landed = blocks.landing(block, spare)
-    checkpoint.read_into(up.tensors["weight"].name, landed.up_values)
-    checkpoint.read_into(up.tensors["weight_scale"].name, landed.up_scales)
-    checkpoint.read_into(down.tensors["weight"].name, landed.down_values)
-    checkpoint.read_into(down.tensors["weight_scale"].name, landed.down_scales)
-    scale_2 = [checkpoint.scalar(module.tensors["weight_scale_2"].name) for module in pair]
-    check_expert_scales(ExpertBytes(*landed, *scale_2), up.name.removesuffix(".up_proj"))
-    blocks.settle(landed, block, transpose)
-    return tuple(scale_2)
-
-
-def _in_file_order(experts: list[tuple[Module, Module]]) -> list[int]:
-    """Block indices in the order in which their up matrices lie in the shards: the disk reads ahead usefully."""
-
-    def place(index: int) -> tuple[str, int]:
-        entry = experts[index][0].tensors["weight"]
-        return entry.shard, entry.offset_bytes
-
-    return sorted(range(len(experts)), key=place)
+        return contents.fingerprint(checkpoint) != identity["source"] or contents.touched(checkpoint) != touched
+    except (CheckpointError, OSError):
+        return True
 
 
 def _accept_finished(
@@ -233,14 +236,26 @@ def _accept_finished(
     announce(note)
     seconds = time.perf_counter() - started_s
     block_bytes = manifest.block_layout.block_bytes
-    return RepackResult(manifest.blocks, block_bytes, 0, seconds, manifest.direct_io, True, [note])
+    return RepackResult(manifest.blocks, block_bytes, 0, seconds, manifest.direct_io, True, notes=[note])
 
 
-def _outgoing(checkpoint: Checkpoint, entry) -> Outgoing:
-    def chunks() -> Iterator[np.ndarray]:
-        return checkpoint.read_chunks(entry.name, files.CHUNK_BYTES)
+def _once(announce: Callable[[str], None]) -> Callable[[str], None]:
+    """The same line a second time (two files fall back for one reason) is not said."""
+    said: set[str] = set()
 
-    return Outgoing(entry.name, entry.dtype, entry.shape, entry.nbytes, chunks)
+    def tell(line: str) -> None:
+        if line not in said:
+            said.add(line)
+            announce(line)
+
+    return tell
+
+
+def _read_small(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as problem:
+        raise CheckpointError(f"{path} cannot be read: {problem.strerror or problem}") from problem
 
 
 def _record(path: Path) -> dict[str, int]:
@@ -261,11 +276,7 @@ class _Count:
 
     def add(self, count: int) -> None:
         with self._lock:
-            self._done_bytes += count
-
-    def add_and_show(self, count: int) -> None:
-        self.add(count)
-        self.show()
+            self._done_bytes = min(self._done_bytes + count, self._total_bytes)
 
     def show(self) -> None:
         if self._progress is not None:

@@ -5,6 +5,7 @@ import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -33,16 +34,13 @@ class Written:
     tensors: dict[str, int]
 
 
-def write_tensor_file(
-    path: Path, tensors: Iterable[Outgoing], on_bytes: Callable[[int], None] = lambda count: None
-) -> Written:
+def write_tensor_file(path: Path, tensors: Iterable[Outgoing]) -> Written:
     """Write `tensors` to `path`, wide dtypes first so that each lies on a multiple of its item size.
 
-    on_bytes  told the count of each chunk written
     Raises StoreError when the disk is full or a tensor's chunks are not the bytes it promised.
     """
-    ordered = sorted(tensors, key=lambda tensor: -DTYPE_BITS[tensor.dtype])  # stable: else in the order given
-    head = _header(ordered)
+    ordered = in_file_order(tensors)
+    head = file_head(ordered)
     sums = {}
     with finished_file(path) as file:
         file.write(head)
@@ -53,7 +51,6 @@ def write_tensor_file(
                 file.write(chunk)
                 own_crc, total_crc = crc32(chunk, own_crc), crc32(chunk, total_crc)
                 own_bytes += chunk.nbytes
-                on_bytes(chunk.nbytes)
             if own_bytes != tensor.nbytes:
                 raise StoreError(f"{path}: {tensor.name}: {own_bytes} bytes came, {tensor.nbytes} were promised")
             sums[tensor.name] = own_crc
@@ -61,8 +58,16 @@ def write_tensor_file(
     return Written(written_bytes, total_crc, sums)
 
 
-def _header(tensors: list[Outgoing]) -> bytes:
-    """Length field and JSON, padded with spaces so that the data begins on a multiple of 8."""
+def in_file_order(tensors: Iterable[Any]) -> list[Any]:
+    """Wide dtypes first, so that each tensor lies on a multiple of its item size; else in the order given."""
+    return sorted(tensors, key=lambda tensor: -DTYPE_BITS[tensor.dtype])
+
+
+def file_head(tensors: Iterable[Any]) -> bytes:
+    """What stands before the data of tensors (with name, dtype, shape, nbytes) that follow one another.
+
+    Length field and JSON, padded with spaces so that the data begins on a multiple of 8.
+    """
     place, entries = 0, {"__metadata__": {"format": "pt"}}
     for tensor in tensors:
         entries[tensor.name] = {

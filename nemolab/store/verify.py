@@ -120,7 +120,7 @@ def _compare(store: Store, checkpoint: Checkpoint, all: bool, progress: Progress
         block = _read_block(reader, index)
         published = checkpoint.expert(layer, expert)
         place = _place(store, index)
-        difference = _find_difference(store.block_layout, block, published)
+        difference = find_difference(store.block_layout, block, published)
         if difference:
             offset, words = difference
             return f"{place}, offset {index * store.block_bytes + offset} of {files.EXPERTS}: {words}"
@@ -140,7 +140,7 @@ def _compare(store: Store, checkpoint: Checkpoint, all: bool, progress: Progress
     return VerifyResult(len(blocks), len(details), details)
 
 
-def _find_difference(layout: BlockLayout, block: np.ndarray, published: ExpertBytes) -> tuple[int, str] | None:
+def find_difference(layout: BlockLayout, block: np.ndarray, published: ExpertBytes) -> tuple[int, str] | None:
     """The first byte of a block that is not what the source says: its offset in the block, and words."""
     for plane, stored in zip(layout.planes, layout.views(block), strict=True):
         wanted = getattr(published, plane.name)
