@@ -84,6 +84,27 @@ def test_conda_gives_python_and_pip_only_and_pip_the_rest_from_the_constraints()
     assert not allowed.contains("3.10") and not required.contains("3.10") and not allowed.contains("3.15")
 
 
+def find_other_torches(environment: dict) -> list[str]:
+    """What would bring a second torch, or CUDA libraries beside pip's: mixed channels end in a CPU build unnoticed."""
+    entries = [entry for entry in environment["dependencies"] if isinstance(entry, str)]
+    channels = [channel for channel in environment["channels"] if re.search(r"pytorch|nvidia|intel", channel)]
+    packages = [entry for entry in entries if re.match(r"(.*::)?(py)?torch|cuda|cudatoolkit|cudnn|nccl|mkl", entry)]
+    indexes = [line for entry in environment["dependencies"] if isinstance(entry, dict) for line in entry["pip"]]
+    return channels + packages + [line for line in indexes if "index-url" in line or "find-links" in line]
+
+
+def test_no_channel_mixes_another_torch_in():
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    assert find_other_torches(environment) == []
+    assert find_other_torches({**environment, "channels": ["pytorch", "nvidia", "conda-forge"]}) == [
+        "pytorch",
+        "nvidia",
+    ]
+    for entry in ("pytorch=2.14", "conda-forge::pytorch", "cudatoolkit", {"pip": ["--extra-index-url https://x/cpu"]}):
+        spoilt = {**environment, "dependencies": [*environment["dependencies"], entry]}
+        assert len(find_other_torches(spoilt)) == 1, entry
+
+
 def test_make_installs_what_environment_yml_installs():
     text = (ROOT / "Makefile").read_text()
     assert "-c constraints.txt -e '.[test]'" in text
