@@ -97,13 +97,27 @@ def runs_folder() -> Path:
 
 
 def cache_folder() -> Path:
-    """Where stores made on the way are kept between calls. Not created here."""
+    """Where stores made on the way are kept between calls. Not created here.
+
+    Raises NemolabError where neither a variable says so nor the user has a home.
+    """
     named = os.environ.get("NEMOLAB_CACHE", "")
     if named:
         return expand(named).absolute()
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    # The XDG rules say that a relative path is to be ignored.
-    return (base if base.is_absolute() else Path.home() / ".cache") / "nemolab"
+    if not base.is_absolute():  # the XDG rules say that a relative path is to be ignored
+        user_home = _user_home()
+        if user_home is None:
+            raise NemolabError("this user has no home folder to keep stores in; set NEMOLAB_CACHE to a folder")
+        base = user_home / ".cache"
+    return base / "nemolab"
+
+
+def _user_home() -> Path | None:
+    try:
+        return Path.home()
+    except RuntimeError:  # HOME is not set and the user is in no list, as in some containers
+        return None
 
 
 def model_folder(path: str | Path | None = None) -> Path:
@@ -115,7 +129,7 @@ def model_folder(path: str | Path | None = None) -> Path:
 def shown(path: str | Path) -> str:
     """A path as a reader wants it: from the home folder or from `~` where it lies below one, else in full."""
     full = Path(path).expanduser().absolute()
-    for base, prefix in ((_home_or_none(), ""), (Path.home(), "~/")):
+    for base, prefix in ((_home_or_none(), ""), (_user_home(), "~/")):
         if base is not None and full != base and full.is_relative_to(base):
             return prefix + str(full.relative_to(base))
     return str(full)

@@ -314,12 +314,27 @@ def test_folders_where_no_store_can_be_made_fail(tmp_path, monkeypatch):
     assert storage.check_folder(storage.find_place(folder)).status == "ok"
     assert list(folder.iterdir()) == []
 
+    check = storage.find_place("x" * 300)
+    assert check.status == "fail" and "cannot be looked at (File name too long)" in check.found
+
     def refuse(**_):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(storage.tempfile, "TemporaryFile", refuse)  # root may write everywhere
     check = storage.check_folder(storage.find_place(folder / "new"))
     assert check.status == "fail" and "Permission denied" in check.found and "NEMOLAB_CACHE" in check.advice
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("NEMOLAB_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    report = examine()
+    assert [check.name for check in report.failures] == ["store folder"] and not report.store
+    assert "no home folder" in report.failures[0].found and "NEMOLAB_CACHE" in report.failures[0].advice
 
 
 def test_a_full_disk_is_warned_of(tmp_path, monkeypatch):

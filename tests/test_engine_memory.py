@@ -128,6 +128,20 @@ def test_pinned_memory_costs_what_the_allocator_rounds_it_to():
     assert [entry.real_bytes for entry in pinned_footprints(0, 4096)] == [0, 0, 0]
 
 
+def test_the_engine_needs_no_locked_memory(path, tmp_path):
+    store = tmp_path / "store"
+    repack(path, store)
+    code = (
+        "import resource\n"
+        "resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))\n"  # ulimit -l 64
+        "from nemolab.engine import Engine\n"
+        f"with Engine(None, store={str(store)!r}, threads=1) as engine:\n"
+        "    engine.chat([{'role': 'user', 'content': 'a'}], max_tokens=2)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_in_a_cgroup_of_one_gib_a_cache_of_two_is_refused_and_a_small_one_chats(path, tmp_path, real_cgroup):
     store = tmp_path / "store"
     repack(path, store)

@@ -34,4 +34,5 @@ def attempt(name: str, look: Callable[..., Check | Iterable[Check]], *arguments)
         return [made] if isinstance(made, Check) else list(made)
     except Exception as problem:
         words = " ".join(str(problem).split())[:200]
-        return [Check(name, "warn", f"this check could not be made ({type(problem).__name__}: {words})")]
+        found = f"this check could not be made ({type(problem).__name__}: {words})"
+        return [Check(name, "warn", found, "", "what it looks at stays unknown; the other checks stand")]

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemolab import paths
 from nemolab.doctor import gpu, resources, software, storage
 from nemolab.doctor.check import Check, attempt
 from nemolab.system.memory import Memory, read_memory
@@ -44,7 +43,7 @@ def examine(store: str | Path | None = None, root: Path = ROOT) -> Report:
     memory = read_memory(root)
     gpus, no_gpus = _one("gpu", gpu.find_gpus, root)
     gpus = gpus or gpu.Gpus([], None, [], "")
-    place, no_place = _one("store folder", lambda: storage.find_place(_store_folder(store)))
+    place, no_place = _one("store folder", storage.find_place, store)
     checks = [
         *attempt("python", software.check_python),
         *attempt("nemolab", software.check_nemolab),
@@ -61,17 +60,16 @@ def examine(store: str | Path | None = None, root: Path = ROOT) -> Report:
         *attempt("open files", resources.check_open_files, root),
         *no_place,
     ]
-    if place is not None:
+    if isinstance(place, Check):
+        checks.append(place)
+        place = None
+    elif place is not None:
         checks += attempt("store folder", storage.check_folder, place)
         checks += attempt("file system", storage.check_file_system, place, root)
         checks += attempt("free space", storage.check_free, place)
         if not any(check.name == "store folder" and check.status == "fail" for check in checks):
             checks += attempt("direct I/O", storage.check_direct_io, place)
     return Report(checks, memory, place.to_dict() if place else {})
-
-
-def _store_folder(store: str | Path | None) -> Path:
-    return paths.expand(store) if store is not None else paths.cache_folder() / "stores"
 
 
 def _one(name: str, look, *arguments):

@@ -57,7 +57,7 @@ def check_gpu(gpus: Gpus) -> Iterator[Check]:
     elif gpus.problem:
         yield Check("gpu", "warn", gpus.problem, "a card that answers", "repair or remove the driver")
     else:
-        yield Check("gpu", "info", "no NVIDIA card", "", "nothing is lost: this version runs on the CPU")
+        yield Check("gpu", "info", "no NVIDIA card; this version runs on the CPU")
     build = torch_build()
     if build is not None:
         yield check_torch_build(*build, gpus)

@@ -121,7 +121,7 @@ def check_kernel_cache() -> Check:
     name, expected = "compiled kernels", "a folder that can be written"
     named = os.environ.get("NUMBA_CACHE_DIR", "")
     sources = Path(__file__).resolve().parent.parent
-    folders = [Path(named)] if named else [sources / "__pycache__", _user_cache() / "numba"]
+    folders = [Path(named)] if named else [sources / "__pycache__", *_user_cache()]
     for folder in folders:
         if is_writable(folder):
             return Check(name, "ok", f"kept in {folder if named else paths.shown(folder)}", expected)
@@ -130,9 +130,10 @@ def check_kernel_cache() -> Check:
     return Check(name, "warn", found, expected, advice)
 
 
-def _user_cache() -> Path:
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return base if base.is_absolute() else Path.home() / ".cache"
+def _user_cache() -> list[Path]:
+    """numba's folder for a user; none where the user has no home."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return [] if base.startswith("~") else [Path(base) / "numba"]
 
 
 def is_writable(folder: Path) -> bool:

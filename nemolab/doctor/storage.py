@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from nemolab import paths
 from nemolab.doctor.check import Check
 from nemolab.errors import NemolabError
 from nemolab.store import direct_io, files
@@ -18,6 +19,8 @@ BLOCK_BYTES = 756 * 4096  # an expert of Nemotron-3-Super: what matters is reads
 BLOCKS = 2
 LEAST_FREE_BYTES = 2**30  # below this a store of anything but a small model will not fit
 _ONE_SUPER = "one of Nemotron-3-Super takes 60 GiB"
+_WRITABLE = "a folder that can be written"
+_ELSEWHERE = "set NEMOLAB_CACHE to a folder that can be written, or name one with --store"
 
 # What "direct" means on file systems that do not simply read the disk.
 _NETWORK = "reads go over the network, and the server's cache may answer them; put stores on a local NVMe drive"
@@ -74,10 +77,17 @@ class Place:
         }
 
 
-def find_place(folder: Path) -> Place:
-    """Raises OSError where not even the path can be looked at."""
-    folder = folder.absolute()
-    existing = next(place for place in (folder, *folder.parents) if place.exists())
+def find_place(store: str | Path | None) -> Place | Check:
+    """Where to look: at the store or folder named, else in the cache folder. A Check where that cannot be said."""
+    try:
+        folder = (paths.expand(store) if store is not None else paths.cache_folder() / "stores").absolute()
+        existing = next(place for place in (folder, *folder.parents) if place.exists())
+        (folder / files.MANIFEST).exists()
+    except OSError as problem:
+        found = f"{store or 'the cache folder'} cannot be looked at ({problem.strerror or problem})"
+        return Check("store folder", "fail", found, _WRITABLE, _ELSEWHERE)
+    except NemolabError as problem:
+        return Check("store folder", "fail", str(problem), _WRITABLE, _ELSEWHERE)
     return Place(folder, existing)
 
 
@@ -87,15 +97,14 @@ def check_folder(place: Place) -> Check:
         return Check("store folder", "fail", f"{place.existing} is a file", "a folder", "name another with --store")
     where = str(place.folder) if place.folder == place.existing else f"{place.folder}, to be made in {place.existing}"
     if (place.folder / files.MANIFEST).exists():
-        return Check("store folder", "ok", f"{place.folder} holds a store", "a store, or a folder that can be written")
+        return Check("store folder", "ok", f"{place.folder} holds a store", f"a store, or {_WRITABLE}")
     try:
         with tempfile.TemporaryFile(dir=place.existing):
             pass
     except OSError as problem:
         found = f"{where}: cannot be written ({problem.strerror or problem})"
-        advice = "set NEMOLAB_CACHE to a folder that can be written, or name one with --store"
-        return Check("store folder", "fail", found, "a folder that can be written", advice)
-    return Check("store folder", "ok", where, "a folder that can be written")
+        return Check("store folder", "fail", found, _WRITABLE, _ELSEWHERE)
+    return Check("store folder", "ok", where, _WRITABLE)
 
 
 def check_file_system(place: Place, root: Path) -> Check:
