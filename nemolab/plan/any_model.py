@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from nemolab.errors import CheckpointError, UsageError
 from nemolab.paths import shown
 from nemolab.plan.expert_finder import Candidate, RoutedExperts, find_experts
+from nemolab.plan.facts import plan_facts, read_expert_facts, stated_top_k
 from nemolab.plan.meta_model import build_model
 from nemolab.plan.model_parts import Weight, list_weights, text_config
 from nemolab.plan.quantization import Quantization, read_quantization
@@ -41,8 +42,10 @@ def plan_any(
     for option, asked in (("experts_as", experts_as), ("dense_as", dense_as)):
         if asked is not None and asked not in OFFERED:
             raise UsageError(f"{option} is {asked!r}; one of {', '.join(OFFERED)} was expected")
+    if facts := read_expert_facts(raw, where):
+        return plan_facts(facts, raw, where, name=name, experts_as=experts_as, dense_as=dense_as)
     built = build_model(raw, where)
-    routed, unseen = find_experts(built.model, _widths(built.model))
+    routed, unseen = find_experts(built.model, _widths(built.model), stated_top_k(raw, where))
     weights = list_weights(built.model, routed)
     routed = [found for found in routed if not _is_aside(found, built.model)]
     if not routed:
@@ -110,7 +113,7 @@ class _Formats:
 
     def sentences(self, routed: list[RoutedExperts]) -> list[str]:
         stated = {self.stated.of_experts(found.candidate.name) for found in routed} - {None}
-        dtype = f"its dtype, {self.plain}" if self.said_plain else f"{self.plain}, as it states no dtype"
+        dtype = f"{self.plain}, {'its dtype' if self.said_plain else 'as it states no dtype'}"
         lines = []
         if routed and self.experts_as:
             against = f", not as the {'/'.join(sorted(stated))} the config states" if stated - {self.experts_as} else ""
@@ -118,7 +121,7 @@ class _Formats:
         elif routed and stated:
             lines.append(f"routed experts are counted as {'/'.join(sorted(stated))}, which the config states")
         elif routed:
-            lines.append(f"routed experts are counted in {dtype}; experts_as changes it")
+            lines.append(f"routed experts are counted in {self.plain}, unquantised; experts_as changes it")
         if self.dense_as:
             lines.append(f"other linear layers but routers are counted as {self.dense_as}, as asked")
         lines.append(f"{self.stated.origin}; what nothing quantises is counted in {dtype}")

@@ -95,10 +95,13 @@ def find_candidates(model: nn.Module) -> list[Candidate]:
     return found
 
 
-def find_experts(model: nn.Module, widths: tuple[int, ...]) -> tuple[list[RoutedExperts], list[Candidate]]:
+def find_experts(
+    model: nn.Module, widths: tuple[int, ...], stated_top_k: int | None = None
+) -> tuple[list[RoutedExperts], list[Candidate]]:
     """(routed experts by block, candidates nobody was seen to choose from).
 
-    widths  of the hidden states to try
+    widths        of the hidden states to try
+    stated_top_k  what the config says for itself, used where nothing was seen
     """
     modules = dict(model.named_modules())
     routed, unseen = [], []
@@ -112,6 +115,8 @@ def find_experts(model: nn.Module, widths: tuple[int, ...]) -> tuple[list[Routed
         # No block ran by itself; the whole model takes longer, so it comes last.
         for candidate in list(unseen):
             routing = probe_model(model, [modules[name] for name in candidate.holders], candidate.experts)
+            if routing is None and stated_top_k and not candidate.listed and stated_top_k <= candidate.experts:
+                routing = Routing(stated_top_k, candidate.experts, None)
             if routing is not None:
                 routed.append(_describe(modules, candidate, routing))
                 unseen.remove(candidate)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nemolab.errors import CheckpointError
+from nemolab.plan.facts import HOW
 
 if TYPE_CHECKING:
     from torch import nn
@@ -61,16 +62,18 @@ def build_model(raw: dict[str, Any], where: str) -> BuiltModel:
     """Build the model of a parsed config.json without weights. Raises CheckpointError naming `where` and the cause."""
     check_sizes(raw, where)
     with _quiet():
-        config = _parse(raw, where)
+        model_type, notes = _model_type(raw, where)
         try:
-            return BuiltModel(_build(config, where), config)
+            config = _parse(raw, model_type, where)
+            return BuiltModel(_build(config, where), config, notes)
         except CheckpointError as problem:
             key = next((key for key in TEXT_KEYS if isinstance(raw.get(key), dict) and "model_type" in raw[key]), None)
             if key is None:
                 raise
-            text = _parse(raw[key], f"{where}: {key}")
-            model = _build(text, f"{where}: {key}")
-            return BuiltModel(model, text, (f"only {key} is counted: the whole could not be built ({problem})"[:400],))
+            model_type, notes = _model_type(raw[key], f"{where}: {key}")
+            text = _parse(raw[key], model_type, f"{where}: {key}")
+            notes += (f"only {key} is counted: the whole could not be built ({problem})"[:400],)
+            return BuiltModel(_build(text, f"{where}: {key}"), text, notes)
 
 
 def check_sizes(raw: dict[str, Any], where: str) -> None:
@@ -118,14 +121,28 @@ def _short(value: int) -> str:
     )
 
 
-def _parse(raw: dict[str, Any], where: str) -> Any:
+def _model_type(raw: dict[str, Any], where: str) -> tuple[str, tuple[str, ...]]:
+    """(a model type transformers knows, notes): the config's own, or that of the class its `architectures` names."""
+    from transformers.models.auto import modeling_auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    model_type, classes = raw.get("model_type"), raw.get("architectures")
+    if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
+        return model_type, ()
+    named = classes[0] if isinstance(classes, list) and classes and isinstance(classes[0], str) else None
+    for mapping in _AUTO_MAPPINGS if isinstance(model_type, str) and named else ():
+        for known, found in getattr(modeling_auto, f"{mapping}_NAMES", {}).items():
+            if named in ((found,) if isinstance(found, str) else found) and known in CONFIG_MAPPING:
+                said = f"model_type {model_type[:40]!r} is unknown to transformers, so it is counted as {known}"
+                return known, (f"{said}: its architectures name {named[:60]}",)
+    raise _unknown_type(model_type, list(CONFIG_MAPPING.keys()), where)
+
+
+def _parse(raw: dict[str, Any], model_type: str, where: str) -> Any:
     """transformers' config object of a parsed config.json."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    model_type = raw.get("model_type")
-    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
-        raise _unknown_type(model_type, list(CONFIG_MAPPING.keys()), where)
-    fields = {key: value for key, value in raw.items() if key not in _LEFT_OUT}
+    fields = {key: value for key, value in raw.items() if key not in _LEFT_OUT} | {"model_type": model_type}
     try:
         config = CONFIG_MAPPING[model_type].from_dict(fields)
     except Exception as error:  # a stranger's numbers in a library's hands: any kind of error may come back
@@ -144,8 +161,7 @@ def _unknown_type(model_type: object, known: list[str], where: str) -> Checkpoin
     like = f" (like {', '.join(close)})" if close else ""
     return CheckpointError(
         f"{where}: model_type {found!r} is unknown to transformers {transformers.__version__}{like}; install a newer"
-        " transformers, or say in the config what an expert is: a section"
-        ' "nemolab": {"moe_layers": L, "experts": E, "top_k": K, "expert_shapes": [[rows, columns], ...]}'
+        f" transformers, or {HOW}"
     )
 
 
