@@ -11,6 +11,7 @@ from typing import Any
 from nemolab.checkpoint.config import ModelConfig
 from nemolab.checkpoint.formats import GROUP
 from nemolab.errors import UsageError
+from nemolab.synthetic.vision import Vision
 
 QUANTISED = ("nvfp4", "fp8")
 FORMATS = (*QUANTISED, "bf16", "f16", "f32")
@@ -54,7 +55,7 @@ class Form:
     kv_cache     what the metadata says about the key-value cache
     weight_only  formats whose modules have no input_scale
     kv_scales    attention layers keep a scale each for keys and values
-    vision       "timm" or "hf" names, or None
+    vision       the tower beside the language model, or None
     sparsity     share of the routed experts' neurons that ReLU^2 leaves at zero; 0.5: nothing is planted
     skew         popularity of experts falls as rank^-skew; 0: all alike
     """
@@ -72,7 +73,7 @@ class Form:
     kv_scales: bool = False
     input_scale: bool = True
     scalar_shape: tuple[int, ...] = ()
-    vision: str | None = None
+    vision: Vision | None = None
     sparsity: float = 0.9
     skew: float = 0.8
 

@@ -19,8 +19,8 @@ from nemolab.checkpoint.json_files import read_json
 from nemolab.checkpoint.layer_lists import MTP_SPELLINGS, SPELLINGS, read_layer_list
 from nemolab.checkpoint.quant_metadata import read_metadata
 from nemolab.errors import CheckpointError, UsageError
-from nemolab.synthetic import vision
-from nemolab.synthetic.form import FORMATS, Form, FormatTable, check_form, kind_of, layer_type_of
+from nemolab.synthetic.form import Form, FormatTable, check_form, kind_of, layer_type_of
+from nemolab.synthetic.vision import LAYOUTS, Vision
 
 LETTERS = {"mamba": "M", "moe": "E", "attention": "*", "mlp": "-"}
 _LINEAR_WORDS = {"mamba": "linear_attention", "attention": "full_attention"}
@@ -76,7 +76,10 @@ _SHORT_NAMES = {
     "pattern": "hybrid_override_pattern", "layers": "hybrid_override_pattern", "experts": "n_routed_experts",
     "top_k": "num_experts_per_tok", "latent": "moe_latent_size", "mtp_pattern": "mtp_hybrid_override_pattern",
 }  # fmt: skip
-_VISION_BLOCKS = "vision_config.num_hidden_layers"
+_VISION_FIELDS = {
+    "vit_hidden_size": "width", "vision_config.num_hidden_layers": "blocks", "projector_hidden_size": "inner",
+    "patch_size": "patch",
+}  # fmt: skip
 
 
 def make_form(
@@ -94,7 +97,7 @@ def make_form(
     fields, facts = _read_base(known)
     table, kv_scales, weight_only = _read_facts(fields, facts, known)
     settings = dict(settings or {})
-    outer = _outer(settings) if known.multimodal else None
+    tower = _tower(settings, vision_as or "timm") if known.multimodal else None
     fields, given_layers = _apply(fields, settings, multimodal=known.multimodal)
     layers = list(given_layers or read_layer_list(fields, known.config))
     if moe_layers is not None:
@@ -105,7 +108,7 @@ def make_form(
     text = _text_config(fields, known, layers, mtp_layers, layers_as or known.layers_as)
     form = Form(
         text=text,
-        outer=outer,
+        outer=_outer(tower) if tower else None,
         name=f"{facts.get('name', shape)} (synthetic)",
         formats=table,
         prefix="language_model.backbone." if known.multimodal else "backbone.",
@@ -114,13 +117,11 @@ def make_form(
         kv_cache=known.kv_cache,
         kv_scales=kv_scales,
         weight_only=weight_only,
-        vision=(vision_as or "timm") if known.multimodal else None,
+        vision=tower,
         **options,
     )
     if vision_as and not known.multimodal:
-        raise UsageError(f"{shape} has no vision tower; --vision belongs to super35-vl")
-    if form.vision not in (None, *vision.LAYOUTS):
-        raise UsageError(f"vision {form.vision!r} is unknown; known are {', '.join(vision.LAYOUTS)}")
+        raise UsageError(f"{shape} has no vision tower, whose names could be {vision_as}; super35-vl has one")
     if not 0.5 <= form.sparsity <= 0.99:
         raise UsageError(
             f"sparsity is {form.sparsity}; a share of zeros from 0.5 (nothing planted) to 0.99 was expected"
@@ -186,7 +187,7 @@ def _apply(fields: dict, settings: dict, *, multimodal: bool) -> tuple[dict[str,
     """The base fields with the settings laid over them, and the list of layers if one of them was it."""
     fields = {key: value for key, value in fields.items() if key != "quantization_config"}
     whole = _COMMON | fields
-    known = sorted({*whole, *_OPTIONAL, *_SHORT_NAMES} - {*_FIXED, "nemolab"})
+    known = sorted({*whole, *_OPTIONAL, *_SHORT_NAMES, *(_VISION_FIELDS if multimodal else ())} - {*_FIXED})
     count = settings.pop("num_hidden_layers", None)
     for name, value in list(settings.items()):
         full = _SHORT_NAMES.get(name, name)
@@ -218,33 +219,44 @@ def _text_config(fields: dict, known: Shape, layers, mtp_layers, layers_as: str)
     text = {key: value for key, value in fields.items() if key not in (*SPELLINGS, *MTP_SPELLINGS, "dtype")}
     text |= {known.dtype_field: "bfloat16", "num_hidden_layers": len(layers)}
     field, mtp_field, words = LAYERS_AS[layers_as]
-    text[field] = _spelled(layers, words)
+    text[field] = spell_layers(layers, words)
     if text.get("num_nextn_predict_layers"):
-        text[mtp_field] = _spelled(mtp_layers or ("attention", "moe"), words)
+        text[mtp_field] = spell_layers(mtp_layers or ("attention", "moe"), words)
     else:
         text.pop("num_nextn_predict_layers", None)
     return text
 
 
-def _spelled(layers, words: dict[str, str] | None) -> str | list[str]:
+def spell_layers(layers, words: dict[str, str] | None) -> str | list[str]:
+    """Kinds of layers as a pattern (no words) or as a list, the words given in place of the usual ones."""
     if words is None:
         return "".join(LETTERS[layer] for layer in layers)
     return [words.get(layer, layer) for layer in layers]
 
 
-def _outer(settings: dict) -> dict[str, Any]:
-    """config.json of a multimodal model but for `llm_config`; takes its own settings out of `settings`."""
-    sizes = {name: settings.pop(name, size) for name, size in vision.SIZES.items()}
-    blocks = settings.pop(_VISION_BLOCKS, vision.BLOCKS)
-    for name, value in {**sizes, _VISION_BLOCKS: blocks}.items():
-        if type(value) is not int or not 1 <= value <= 2**20:
-            raise UsageError(f"{name} is {value!r}; a whole number >= 1 was expected")
+def _tower(settings: dict, layout: str) -> Vision:
+    """The vision tower; takes its own sizes out of `settings`."""
+    if layout not in LAYOUTS:
+        raise UsageError(f"vision names as {layout!r} are unknown; known are {', '.join(LAYOUTS)}")
+    sizes = {}
+    for name, field in _VISION_FIELDS.items():
+        sizes[field] = settings.pop(name, getattr(Vision, field))
+        if type(sizes[field]) is not int or not 1 <= sizes[field] <= 2**20:
+            raise UsageError(f"{name} is {sizes[field]!r}; a whole number >= 1 was expected")
+    return Vision(layout, **sizes)
+
+
+def _outer(tower: Vision) -> dict[str, Any]:
+    """config.json of a multimodal model but for `llm_config`."""
     return {
-        "architectures": ["NemotronH_Omni_Reasoning_V3"], "model_type": "nemotron_h_omni", **sizes,
+        "architectures": ["NemotronH_Omni_Reasoning_V3"], "model_type": "nemotron_h_omni", "patch_size": tower.patch,
+        "vit_hidden_size": tower.width, "projector_hidden_size": tower.inner, "downsample_ratio": 0.5,
         "img_context_token": "<image>", "img_context_token_id": 18, "img_start_token": "<img>",
-        "img_end_token": "</img>", "downsample_ratio": 0.5, "norm_mean": [0.48145466, 0.4578275, 0.40821073],
+        "img_end_token": "</img>", "norm_mean": [0.48145466, 0.4578275, 0.40821073],
         "norm_std": [0.26862954, 0.26130258, 0.27577711], "video_temporal_patch_size": 2, "sound_config": None,
-        "vision_config": {"args": {"min_num_patches": 1024, "max_num_patches": 13312}, "num_hidden_layers": blocks},
+        "vision_config": {
+            "args": {"min_num_patches": 1024, "max_num_patches": 13312}, "num_hidden_layers": tower.blocks,
+        },
     }  # fmt: skip
 
 
@@ -265,6 +277,3 @@ def parse_settings(words: tuple[str, ...]) -> dict[str, Any]:
         if isinstance(settings[name], float) and not math.isfinite(settings[name]):
             raise UsageError(f"--set {name}={value}: a finite number was expected")
     return settings
-
-
-__all__ = ["FORMATS", "SHAPES", "find_shape", "make_form", "parse_settings"]

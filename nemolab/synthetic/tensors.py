@@ -114,7 +114,7 @@ class _Lister:
         for name, part, expected, ordinal in self.modules():
             yield from self._module(name, part, expected, ordinal)
         if self.form.vision:
-            for name, dtype, shape, draw in list_vision(self.form):
+            for name, dtype, shape, draw in list_vision(self.form.vision, self.config.hidden_size):
                 yield Tensor(name, name, dtype, shape, draw)
 
     def modules(self) -> Iterator[tuple[str, str, Expected, int]]:

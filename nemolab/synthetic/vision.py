@@ -1,33 +1,39 @@
 """The vision tower and projector of Nemotron-3.5-Super-VL, in both layouts of names. Listed and stored, never run.
 
-| sizes  | where                                                        |
-|--------|--------------------------------------------------------------|
-| width  | config.json: vit_hidden_size (1280)                          |
-| blocks | config.json: vision_config.num_hidden_layers (32)            |
-| inner  | config.json: projector_hidden_size (20480)                   |
-| patch  | config.json: patch_size (16): 3 colours of patch x patch     |
+| size   | in config.json                          |
+|--------|-----------------------------------------|
+| width  | vit_hidden_size                         |
+| blocks | vision_config.num_hidden_layers         |
+| inner  | projector_hidden_size                   |
+| patch  | patch_size: 3 colours of patch x patch  |
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from nemolab.synthetic import draws
 
 LAYOUTS = ("timm", "hf")
-POSITIONS = 128 * 128
 REGISTERS = 10
 
-SIZES = {"vit_hidden_size": 1280, "projector_hidden_size": 20480, "patch_size": 16}
-BLOCKS = 32
+
+@dataclass(frozen=True)
+class Vision:
+    """A tower: the layout of its names and its sizes."""
+
+    layout: str = "timm"
+    width: int = 1280
+    blocks: int = 32
+    inner: int = 20480
+    patch: int = 16
+    positions: int = 128 * 128
 
 
-def list_vision(form) -> Iterator[tuple[str, str, tuple[int, ...], object]]:
-    """(name, dtype, shape, draw) of every tensor."""
-    outer, hidden = form.outer, form.config.hidden_size
-    width, inner, patch = (outer[name] for name in SIZES)
-    sizes = width, inner, hidden, 3 * patch**2, outer["vision_config"]["num_hidden_layers"]
-    for name, shape in (_timm if form.vision == "timm" else _hf)(*sizes):
+def list_vision(vision: Vision, hidden: int) -> Iterator[tuple[str, str, tuple[int, ...], object]]:
+    """(name, dtype, shape, draw) of every tensor; `hidden`: width of the language model."""
+    for name, shape in (_timm if vision.layout == "timm" else _hf)(vision, hidden, 3 * vision.patch**2):
         if name.endswith("summary_idxs"):
             yield name, "I64", shape, draws.Integers()
         elif name.endswith(("norm_mean", "norm_std")):
@@ -38,7 +44,8 @@ def list_vision(form) -> Iterator[tuple[str, str, tuple[int, ...], object]]:
             yield name, "BF16", shape, draws.float_matrix("bf16", shape[-1] ** -0.5)
 
 
-def _timm(width, inner, hidden, patch, blocks) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _timm(vision: Vision, hidden: int, patch: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    width, inner = vision.width, vision.inner
     tower = "vision_model.radio_model"
     yield f"{tower}.input_conditioner.norm_mean", (3, 1, 1)
     yield f"{tower}.input_conditioner.norm_std", (3, 1, 1)
@@ -46,9 +53,9 @@ def _timm(width, inner, hidden, patch, blocks) -> Iterator[tuple[str, tuple[int,
     generator = f"{tower}.model.patch_generator"
     yield f"{generator}.embedder.weight", (width, patch)
     yield f"{generator}.video_embedder.weight", (width, 2 * patch)
-    yield f"{generator}.pos_embed", (1, POSITIONS, width)
+    yield f"{generator}.pos_embed", (1, vision.positions, width)
     yield f"{generator}.cls_token.token", (REGISTERS, width)
-    for block in range(blocks):
+    for block in range(vision.blocks):
         name = f"{tower}.model.blocks.{block}"
         yield from _with_bias(f"{name}.norm1", (width,))
         yield from _with_bias(f"{name}.attn.qkv", (3 * width, width))
@@ -62,14 +69,15 @@ def _timm(width, inner, hidden, patch, blocks) -> Iterator[tuple[str, tuple[int,
     yield "mlp1.3.weight", (hidden, inner)
 
 
-def _hf(width, inner, hidden, patch, blocks) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _hf(vision: Vision, hidden: int, patch: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    width, inner = vision.width, vision.inner
     embeddings = "vision_model.embeddings"
     yield f"{embeddings}.patch_projection.weight", (width, patch)
     yield f"{embeddings}.video_patch_projection.weight", (width, 2 * patch)
-    yield f"{embeddings}.position_embedding", (1, POSITIONS, width)
+    yield f"{embeddings}.position_embedding", (1, vision.positions, width)
     yield f"{embeddings}.cls_register_token", (1, REGISTERS, width)
     yield "vision_model.summary_idxs", (2,)
-    for block in range(blocks):
+    for block in range(vision.blocks):
         name = f"vision_model.encoder.layer.{block}"
         yield from _with_bias(f"{name}.norm1", (width,))
         for matrix in ("query", "key", "value"):
