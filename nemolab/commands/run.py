@@ -34,10 +34,14 @@ def run(path, only, target, save):
     from nemolab import paths
     from nemolab.checkpoint import Checkpoint
     from nemolab.notebooks import find_notebooks, run_notebooks
+    from nemolab.system.memory import read_memory
+    from nemolab.units import show_bytes
 
     notebooks = find_notebooks(only=only)
     Checkpoint.open(path)  # an unfit folder is said once and at once, not by every notebook
+    memory = read_memory()
     say(f"{len(notebooks)} notebooks on {paths.shown(path)}")
+    say(f"memory: {memory.line()}; a cache takes {show_bytes(memory.default_cache_bytes)} at most")
     result = run_notebooks(
         notebooks,
         model=path,
@@ -49,6 +53,7 @@ def run(path, only, target, save):
         "folder": str(result.folder),
         "report": str(result.report) if result.report else None,
         "seconds": result.seconds,
+        "memory": memory.to_dict(),
         "notebooks": [
             {"name": o.name, "seconds": o.seconds, "headline": o.headline, "error": o.error or None}
             for o in result.outcomes

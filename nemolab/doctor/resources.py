@@ -25,16 +25,12 @@ MEMLOCK_ADVICE = (
 def check_memory(memory: Memory) -> Iterator[Check]:
     """What may be taken, who limits it, and what a cache would take by itself."""
     tightest = memory.tightest
-    found = (
-        f"{show_bytes(memory.available_bytes)} of {show_bytes(memory.total_bytes)} available "
-        f"(limit: {tightest.name}), {show_bytes(memory.reserve_bytes)} kept free"
-    )
     expected = f"{show_bytes(LEAST_ROOM_BYTES)} or more besides what is kept free"
     if memory.room_bytes < LEAST_ROOM_BYTES:
         advice = "close other programs" if len(memory.limits) == 1 else f"raise or leave the limit of {tightest.name}"
-        yield Check("memory", "warn", found, expected, advice)
+        yield Check("memory", "warn", memory.line(), expected, advice)
     else:
-        yield Check("memory", "ok", found, expected)
+        yield Check("memory", "ok", memory.line(), expected)
     others = [limit for limit in memory.limits[1:] if limit is not tightest]
     if others:
         words = [f"{limit.name} {show_bytes(limit.limit_bytes)}" for limit in others]

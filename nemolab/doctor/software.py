@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def check_packages() -> Iterator[Check]:
 
     tested = _read_pins()
     rest: dict[str, list[str]] = {"missing": [], "not allowed": []}
-    requirements = [Requirement(text) for text in importlib.metadata.requires("nemolab") or ()]
+    requirements = [Requirement(text) for text in _read_requirements()]
     requirements = [requirement for requirement in requirements if requirement.marker is None]
     for requirement in requirements:
         name = canonicalize_name(requirement.name)
@@ -90,6 +91,15 @@ def _check_package(requirement, tested: str | None) -> Check:
         return Check(requirement.name, "warn", version, expected, INSTALL)
     note = "" if tested is None else " (tested)" if version.partition("+")[0] == tested else f" (tested is {tested})"
     return Check(requirement.name, "ok", version + note, expected)
+
+
+def _read_requirements() -> list[str]:
+    """Of the clone we are imported from, else of the installed package."""
+    try:
+        text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    except OSError:
+        return importlib.metadata.requires("nemolab") or []
+    return tomllib.loads(text)["project"]["dependencies"]
 
 
 def _read_pins() -> dict[str, str]:

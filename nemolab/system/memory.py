@@ -12,6 +12,7 @@ from pathlib import Path
 from nemolab.system.cgroups import Cgroup, find_cgroups
 from nemolab.system.limits import read_rlimits
 from nemolab.system.mounts import ROOT
+from nemolab.units import show_bytes
 
 RESERVE_SHARE = 16  # a sixteenth of the memory stays free ...
 RESERVE_LEAST_BYTES = 256 * 2**20  # ... and at least this, but of a small machine no more than a quarter
@@ -80,6 +81,13 @@ class Memory:
     def default_cache_bytes(self) -> int:
         """What a cache takes at most when nobody says how much."""
         return self.room_bytes // DEFAULT_SHARE
+
+    def line(self) -> str:
+        """In words: what is available of what, by whose limit, and what stays free."""
+        return (
+            f"{show_bytes(self.available_bytes)} of {show_bytes(self.total_bytes)} available "
+            f"(limit: {self.tightest.name}), {show_bytes(self.reserve_bytes)} kept free"
+        )
 
     def to_dict(self) -> dict:
         return {
