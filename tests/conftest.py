@@ -86,12 +86,13 @@ def root_path() -> Path:
 
 @pytest.fixture
 def real_cgroup():
-    """A cgroup of 1 GiB below this process's own, with one of no limit in it; its processes end before it does."""
+    """A cgroup of 1 GiB with one of no limit in it, where this process may make them; removed after its processes."""
     from nemolab.system.cgroups import find_cgroups
 
-    own = next((cgroup for cgroup in find_cgroups("memory") if cgroup.exact), None)
+    # Version 2 gives a controller only to the children of a cgroup that says so, and never below one with processes.
+    own = next((cgroup for cgroup in reversed(find_cgroups("memory")) if _hands_memory_on(cgroup)), None)
     if own is None:
-        pytest.skip("no memory cgroup is mounted")
+        pytest.skip("no cgroup here gives its children a memory limit")
     outer = own.folder / f"nemolab-test-{uuid.uuid4().hex[:8]}"
     inner = outer / "inner"
     limit = "memory.limit_in_bytes" if own.version == 1 else "memory.max"
@@ -109,3 +110,12 @@ def real_cgroup():
     finally:
         for folder in reversed(made):
             folder.rmdir()
+
+
+def _hands_memory_on(cgroup) -> bool:
+    if cgroup.version == 1:
+        return cgroup.exact
+    try:
+        return "memory" in (cgroup.folder / "cgroup.subtree_control").read_text().split()
+    except OSError:
+        return False

@@ -16,6 +16,11 @@ from nemolab.errors import NemolabError
 
 PYTHONS = ((3, 11), (3, 14))  # the first and the last that are tested; environment.yml and Makefile say the same
 KEY_PACKAGES = ("torch", "transformers", "safetensors", "numba")  # a check each; the others share one
+OPTIONAL = {  # what is lost without them; all others are needed
+    "isal": "checksums are computed more slowly",
+    "matplotlib": "no figures",
+    **dict.fromkeys(("jupyterlab", "nbclient", "nbconvert", "nbformat", "ipykernel", "pandas"), "no notebooks"),
+}
 INSTALL = "in a clone: pip install -c constraints.txt -e . (or `make .venv`)"
 
 
@@ -74,7 +79,10 @@ def check_packages() -> Iterator[Check]:
             rest["not allowed"].append(f"{check.name} {check.found} (allowed: {check.expected})")
     others = len(requirements) - len(KEY_PACKAGES)
     if rest["missing"]:
-        yield Check("other packages", "fail", f"missing: {', '.join(rest['missing'])}", "installed", INSTALL)
+        lost = {OPTIONAL.get(canonicalize_name(name)) for name in rest["missing"]}
+        status = "fail" if None in lost else "warn"
+        without = "" if None in lost else f" ({'; '.join(sorted(lost))})"
+        yield Check("other packages", status, f"missing: {', '.join(rest['missing'])}{without}", "installed", INSTALL)
     elif rest["not allowed"]:
         yield Check("other packages", "warn", "; ".join(rest["not allowed"]), "allowed versions", INSTALL)
     else:
