@@ -17,5 +17,9 @@ class EngineError(NemolabError):
     """The engine cannot run as asked: too little memory, a closed engine, a text too long."""
 
 
+class TraceError(NemolabError):
+    """A routing trace that is not what its form promises, or one that cannot answer what is asked of it."""
+
+
 class UsageError(NemolabError):
     """The words of a call are off: exit code 2."""

@@ -1,0 +1,110 @@
+"""A binary heap of keys by rank, the lowest first, in which any key can be found and moved."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from nemolab.jit import jit
+
+
+class Heap(NamedTuple):
+    """keys int32 and ranks int64 by place; where int32: the place of a key; size int64 [1]; aside: scratch."""
+
+    keys: np.ndarray
+    ranks: np.ndarray
+    where: np.ndarray
+    size: np.ndarray
+    aside: np.ndarray
+    aside_ranks: np.ndarray
+
+
+def start_heap(n_keys: int) -> Heap:
+    key_array, rank_array = (lambda: np.zeros(n_keys, np.int32)), (lambda: np.zeros(n_keys, np.int64))
+    return Heap(key_array(), rank_array(), key_array(), np.zeros(1, np.int64), key_array(), rank_array())
+
+
+@jit
+def _put(heap, place, key, rank):
+    heap.keys[place] = key
+    heap.ranks[place] = rank
+    heap.where[key] = place
+
+
+@jit
+def _rise(heap, place, key, rank):
+    """Put `key` at `place` or above."""
+    while place > 0:
+        above = (place - 1) >> 1
+        if heap.ranks[above] <= rank:
+            break
+        _put(heap, place, heap.keys[above], heap.ranks[above])
+        place = above
+    _put(heap, place, key, rank)
+
+
+@jit
+def _sink(heap, place, key, rank):
+    """Put `key` at `place` or below."""
+    size = heap.size[0]
+    while True:
+        below = 2 * place + 1
+        if below >= size:
+            break
+        if below + 1 < size and heap.ranks[below + 1] < heap.ranks[below]:
+            below += 1
+        if rank <= heap.ranks[below]:
+            break
+        _put(heap, place, heap.keys[below], heap.ranks[below])
+        place = below
+    _put(heap, place, key, rank)
+
+
+@jit
+def push(heap, key, rank):
+    """`key` enters."""
+    place = heap.size[0]
+    heap.size[0] += 1
+    _rise(heap, place, key, rank)
+
+
+@jit
+def rerank(heap, key, rank):
+    """`key`, in the heap, gets another rank."""
+    place = heap.where[key]
+    if rank < heap.ranks[place]:
+        _rise(heap, place, key, rank)
+    else:
+        _sink(heap, place, key, rank)
+
+
+@jit
+def take_out(heap, key):
+    """`key` leaves, wherever it stands."""
+    place = heap.where[key]
+    rank = heap.ranks[place]
+    heap.size[0] -= 1
+    last = heap.size[0]
+    if place == last:
+        return
+    key, last_rank = heap.keys[last], heap.ranks[last]
+    if last_rank < rank:
+        _rise(heap, place, key, last_rank)
+    else:
+        _sink(heap, place, key, last_rank)
+
+
+@jit
+def lowest_unmarked(heap, entries, stamp):
+    """The key of lowest rank whose mark is not `stamp`; there is one."""
+    n_aside = 0
+    while entries[heap.keys[0]].mark == stamp:
+        key = heap.keys[0]
+        heap.aside[n_aside], heap.aside_ranks[n_aside] = key, heap.ranks[0]
+        n_aside += 1
+        take_out(heap, key)
+    lowest = heap.keys[0]
+    for number in range(n_aside):
+        push(heap, heap.aside[number], heap.aside_ranks[number])
+    return lowest

@@ -1,0 +1,63 @@
+"""Doubly linked lists of keys in two arrays: every key is in one list at most, oldest first.
+
+List number j of n keys begins and ends at the sentinel n + j, so that no end is a special case.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from nemolab.jit import jit
+
+
+class Links(NamedTuple):
+    """The older and the newer neighbour of each key, then of each sentinel: int32 [n_keys + n_lists]."""
+
+    older: np.ndarray
+    newer: np.ndarray
+
+
+def start_links(n_keys: int, n_lists: int = 1) -> Links:
+    """Empty lists: each sentinel is its own neighbour."""
+    return Links(*(np.arange(n_keys + n_lists, dtype=np.int32) for _ in range(2)))
+
+
+@jit
+def append(links, sentinel, key):
+    """`key`, in no list, becomes the newest."""
+    newest = links.older[sentinel]
+    links.older[key] = newest
+    links.newer[key] = sentinel
+    links.newer[newest] = key
+    links.older[sentinel] = key
+
+
+@jit
+def unlink(links, key):
+    """`key` leaves whatever list it is in."""
+    older, newer = links.older[key], links.newer[key]
+    links.newer[older] = newer
+    links.older[newer] = older
+
+
+@jit
+def oldest_unmarked(links, sentinel, entries, stamp):
+    """The oldest key of a list whose mark is not `stamp`, or -1."""
+    key = links.newer[sentinel]
+    while key != sentinel and entries[key].mark == stamp:
+        key = links.newer[key]
+    return -1 if key == sentinel else key
+
+
+@jit
+def oldest(links, sentinel):
+    """The oldest key of a list, or -1."""
+    key = links.newer[sentinel]
+    return -1 if key == sentinel else key
+
+
+@jit
+def is_empty(links, sentinel):
+    return links.newer[sentinel] == sentinel

@@ -1,0 +1,286 @@
+"""The lookups of a trace as a cache sees them: batch after batch, each key once.
+
+A key is a block: layer * n_experts + expert, layers being MoE layers in order. A batch is all lookups of one layer at
+one step; a step is one token of decode, or a whole prompt pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from nemolab.errors import TraceError
+from nemolab.jit import jit
+
+PREFILL, DECODE = 0, 1
+
+
+@dataclass(frozen=True)
+class Lookups:
+    """Everything a replay needs, and nothing of how it was recorded.
+
+    keys           int32 [lookups]: each once a batch, in the order of last occurrence
+    starts         int64 [batches + 1]: batch b is keys[starts[b]:starts[b + 1]]
+    layer          int32 [batches]; step int64 [batches], never falling; phase uint8 [batches], PREFILL or DECODE
+    conversation   int32 [batches]; a change of it is where a cold cache begins anew
+    tokens         int32 [batches]: tokens that the layer saw at this step
+    guesses        int32 [batches, n]: keys guessed for the batch in time to be prefetched, by rank, -1: none; or None
+    size_bytes     int64 [n_keys]: bytes of each block; None where unknown
+    n_layers, n_experts, top_k   of the model; top_k is the most experts of a token in a layer
+    prefill_warms  prompt passes go through the cache like decode; else they leave no trace in it
+    """
+
+    keys: np.ndarray
+    starts: np.ndarray
+    layer: np.ndarray
+    step: np.ndarray
+    phase: np.ndarray
+    conversation: np.ndarray
+    tokens: np.ndarray
+    guesses: np.ndarray | None
+    size_bytes: np.ndarray | None
+    n_layers: int
+    n_experts: int
+    top_k: int
+    prefill_warms: bool = False
+
+    @property
+    def n_keys(self) -> int:
+        return self.n_layers * self.n_experts
+
+    @property
+    def n_batches(self) -> int:
+        return len(self.layer)
+
+    @property
+    def block_bytes(self) -> int | None:
+        """The size of every block, or None where they differ or are unknown."""
+        if self.size_bytes is None or not len(self.size_bytes) or np.any(self.size_bytes != self.size_bytes[0]):
+            return None
+        return int(self.size_bytes[0])
+
+    @property
+    def passing(self) -> np.ndarray:
+        """bool [batches]: prompt passes that leave no trace in the cache."""
+        return np.zeros(self.n_batches, bool) if self.prefill_warms else self.phase == PREFILL
+
+    def batch_of_lookup(self) -> np.ndarray:
+        """int64 [lookups]: which batch each belongs to."""
+        return np.repeat(np.arange(self.n_batches), np.diff(self.starts))
+
+    def count_tokens(self, phase: int | None = None) -> int:
+        """Tokens of a phase, or of both: of each step, those that the layer with the most saw."""
+        if not self.n_batches:
+            return 0
+        firsts = np.flatnonzero(np.diff(self.step, prepend=self.step[0] - 1))
+        tokens = np.maximum.reduceat(self.tokens, firsts)
+        return int(tokens.sum() if phase is None else tokens[self.phase[firsts] == phase].sum())
+
+    def between(self, first: int, last: int) -> Lookups:
+        """Batches first to last - 1, as a sequence of their own."""
+        low, high = self.starts[first], self.starts[last]
+        return self._cut(slice(first, last), self.keys[low:high], self.starts[first : last + 1] - low)
+
+    def of_layer(self, layer: int) -> Lookups:
+        """The batches of one layer."""
+        chosen = self.layer == layer
+        counts = np.diff(self.starts)
+        starts = np.concatenate([[0], np.cumsum(counts[chosen])]).astype(np.int64)
+        return self._cut(chosen, self.keys[np.repeat(chosen, counts)], starts)
+
+    def _cut(self, chosen, keys: np.ndarray, starts: np.ndarray) -> Lookups:
+        by_batch = {name: getattr(self, name)[chosen] for name in ("layer", "step", "phase", "conversation", "tokens")}
+        guesses = None if self.guesses is None else self.guesses[chosen]
+        return replace(self, keys=keys, starts=starts, guesses=guesses, **by_batch)
+
+
+def from_routing(
+    experts: np.ndarray,
+    *,
+    n_experts: int,
+    phase: np.ndarray | None = None,
+    conversation: np.ndarray | None = None,
+    step: np.ndarray | None = None,
+    guesses: np.ndarray | None = None,
+    layer_bytes: int | Sequence[int] | None = None,
+    prefill_warms: bool = False,
+) -> Lookups:
+    """The lookups of a recorded routing.
+
+    experts       ids (tokens, layers, top_k) in rank order, rows as they were computed; -1 where a layer saw no token
+    phase         (tokens,) PREFILL or DECODE; all decode by default
+    conversation  (tokens,); one by default
+    step          (tokens,) never falling: tokens of one step pass a layer together. By default a token of decode is a
+                  step and so is each unbroken run of prefill in a conversation
+    guesses       ids (tokens, layers, n) guessed *for* that layer, by rank, -1 for none; used where a step is one token
+    layer_bytes   bytes of a block, by layer or one for all; None where unknown
+    Raises TraceError for shapes that disagree, ids out of range, steps that fall, sizes that are not above 0.
+    """
+    experts = np.asarray(experts)
+    if experts.ndim != 3 or not np.issubdtype(experts.dtype, np.integer):
+        raise TraceError(
+            f"experts of shape {experts.shape} and type {experts.dtype}; (tokens, layers, top_k) integers are needed"
+        )
+    n_tokens, n_layers, top_k = experts.shape
+    _check_range("experts", experts, n_experts)
+    phase = _by_token("phase", phase, n_tokens, DECODE)
+    if not np.isin(phase, (PREFILL, DECODE)).all():
+        raise TraceError(f"phase holds {phase.min()} to {phase.max()}; 0 is prefill, 1 is decode")
+    conversation = _by_token("conversation", conversation, n_tokens, 0)
+    step = _find_steps(phase, conversation) if step is None else _by_token("step", step, n_tokens, 0)
+    if np.any(np.diff(step) < 0):
+        token = int(np.flatnonzero(np.diff(step) < 0)[0]) + 1
+        raise TraceError(
+            f"step falls from {step[token - 1]} to {step[token]} at token {token}; steps are needed in order"
+        )
+    mixed = (np.diff(step) == 0) & ((np.diff(phase) != 0) | (np.diff(conversation) != 0))
+    if mixed.any():
+        raise TraceError(f"step {step[np.flatnonzero(mixed)[0]]} mixes phases or conversations")
+
+    # Lookups come token by token; batches want them step by step, layer by layer. A stable sort keeps tokens and ranks.
+    batch_number = (np.repeat(_number(step), n_layers) * n_layers + np.tile(np.arange(n_layers), n_tokens)).astype(
+        np.int64
+    )
+    keys = (experts + (np.arange(n_layers, dtype=np.int64) * n_experts)[None, :, None]).reshape(-1, top_k)
+    present = (experts >= 0).reshape(-1, top_k)
+    order = np.argsort(batch_number, kind="stable") if np.any(np.diff(step) == 0) else slice(None)
+    row_batch, keys, present = batch_number[order], keys[order], present[order]
+    row_token = np.repeat(np.arange(n_tokens), n_layers)[order]
+    lookup_batch = np.repeat(row_batch, top_k)[present.reshape(-1)]
+    keys = keys.reshape(-1)[present.reshape(-1)].astype(np.int32)
+    kept = np.ones(len(keys), bool)
+    _keep_last(keys, lookup_batch, kept, np.full(n_layers * n_experts, -1, np.int64))
+    keys, lookup_batch = keys[kept], lookup_batch[kept]
+
+    numbers, firsts = np.unique(lookup_batch, return_index=True)
+    starts = np.append(firsts, len(keys)).astype(np.int64)
+    saw_token = present.any(axis=1)
+    tokens = np.bincount(row_batch[saw_token], minlength=int(row_batch[-1]) + 1 if n_tokens else 0)
+    a_row = np.searchsorted(row_batch, numbers)  # any row of the batch knows its step
+    token = row_token[a_row]
+    return Lookups(
+        keys=keys,
+        starts=starts,
+        layer=(numbers % n_layers).astype(np.int32),
+        step=step[token].astype(np.int64),
+        phase=phase[token].astype(np.uint8),
+        conversation=conversation[token].astype(np.int32),
+        tokens=tokens[numbers].astype(np.int32),
+        guesses=_arrange_guesses(guesses, experts.shape, n_experts, token, numbers % n_layers, tokens[numbers]),
+        size_bytes=_spread_sizes(layer_bytes, n_layers, n_experts),
+        n_layers=n_layers,
+        n_experts=n_experts,
+        top_k=top_k,
+        prefill_warms=prefill_warms,
+    )
+
+
+def from_batches(
+    batches: Sequence[Sequence[int]],
+    *,
+    n_keys: int | None = None,
+    size_bytes: int | Sequence[int] | None = 1,
+    phase: Sequence[int] | None = None,
+    conversation: Sequence[int] | None = None,
+    guesses: Sequence[Sequence[int]] | None = None,
+    prefill_warms: bool = False,
+) -> Lookups:
+    """A trace of one layer, given as lists of keys, one a batch and step: for small examples and tests.
+
+    size_bytes  bytes by key, or one number for all; guesses: keys guessed for each batch, of any length
+    """
+    if n_keys is None:
+        n_keys = 1 + max((key for batch in (*batches, *(guesses or ())) for key in batch), default=-1)
+    distinct = [list(dict.fromkeys(reversed(batch)))[::-1] for batch in batches]
+    kept = [number for number, batch in enumerate(distinct) if batch]
+    distinct = [distinct[number] for number in kept]
+    n_batches = len(distinct)
+    keys = np.array([key for batch in distinct for key in batch], np.int32)
+    _check_range("keys", keys, n_keys)
+    by_batch = lambda values, default: np.asarray([default] * len(batches) if values is None else values)[kept]  # noqa: E731
+    if guesses is not None:
+        longest = max((len(row) for row in guesses), default=0)
+        guesses = np.array([list(guesses[n]) + [-1] * (longest - len(guesses[n])) for n in kept], np.int32)
+        guesses = guesses.reshape(n_batches, longest)
+    return Lookups(
+        keys=keys,
+        starts=np.cumsum([0, *(len(batch) for batch in distinct)], dtype=np.int64),
+        layer=np.zeros(n_batches, np.int32),
+        step=np.array(kept, np.int64),
+        phase=by_batch(phase, DECODE).astype(np.uint8),
+        conversation=by_batch(conversation, 0).astype(np.int32),
+        tokens=np.ones(n_batches, np.int32),
+        guesses=guesses,
+        size_bytes=None if size_bytes is None else np.broadcast_to(np.asarray(size_bytes, np.int64), n_keys).copy(),
+        n_layers=1,
+        n_experts=n_keys,
+        top_k=max((len(batch) for batch in distinct), default=0),
+        prefill_warms=prefill_warms,
+    )
+
+
+def _check_range(name: str, ids: np.ndarray, count: int) -> None:
+    """-1 stands for none; anything else must be an id."""
+    if ids.size and not (-1 <= ids.min() and ids.max() < count):
+        raise TraceError(
+            f"{name} hold ids from {ids.min()} to {ids.max()}; 0 to {count - 1} are needed, or -1 for none"
+        )
+
+
+def _by_token(name: str, values, n_tokens: int, default: int) -> np.ndarray:
+    values = np.full(n_tokens, default) if values is None else np.asarray(values)
+    if values.shape != (n_tokens,):
+        raise TraceError(f"{name} of shape {values.shape}; one value for each of {n_tokens} tokens is needed")
+    return values.astype(np.int64)
+
+
+def _find_steps(phase: np.ndarray, conversation: np.ndarray) -> np.ndarray:
+    """A token of decode is a step, and so is an unbroken run of prefill in a conversation."""
+    if not len(phase):
+        return np.zeros(0, np.int64)
+    begins = (phase == DECODE) | (np.diff(phase, prepend=phase[0]) != 0) | (np.diff(conversation, prepend=-1) != 0)
+    begins[0] = True
+    return np.cumsum(begins) - 1
+
+
+def _number(step: np.ndarray) -> np.ndarray:
+    """0, 1, 2 ... for steps of any numbers."""
+    return np.cumsum(np.diff(step, prepend=step[:1]) != 0)
+
+
+def _spread_sizes(layer_bytes, n_layers: int, n_experts: int) -> np.ndarray | None:
+    if layer_bytes is None:
+        return None
+    sizes = np.asarray(layer_bytes, np.int64)
+    if sizes.shape not in ((), (n_layers,)) or np.any(sizes <= 0):
+        raise TraceError(
+            f"block sizes of shape {sizes.shape}, smallest {sizes.min(initial=0)}; {n_layers} above 0 are needed"
+        )
+    return np.repeat(np.broadcast_to(sizes, n_layers), n_experts)
+
+
+def _arrange_guesses(guesses, shape, n_experts: int, token, layer, tokens) -> np.ndarray | None:
+    """Guesses as keys by batch; none where several tokens pass a layer at once."""
+    if guesses is None:
+        return None
+    guesses = np.asarray(guesses)
+    if guesses.ndim != 3 or guesses.shape[:2] != shape[:2]:
+        raise TraceError(
+            f"guesses of shape {guesses.shape}; ({shape[0]}, {shape[1]}, n) are needed beside experts {shape}"
+        )
+    _check_range("guesses", guesses, n_experts)
+    chosen = guesses[token, layer].astype(np.int64)
+    keys = np.where(chosen < 0, -1, chosen + (layer * n_experts)[:, None])
+    keys[tokens != 1] = -1
+    return np.ascontiguousarray(keys, np.int32)
+
+
+@jit
+def _keep_last(keys, batch, kept, seen):
+    """Of equal keys in a batch, keep the last. seen: int64 [n_keys], -1 to begin with."""
+    for at in range(len(keys) - 1, -1, -1):
+        if seen[keys[at]] == batch[at]:
+            kept[at] = False
+        seen[keys[at]] = batch[at]

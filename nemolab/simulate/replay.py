@@ -1,0 +1,218 @@
+"""Replay: the lookups of a trace through the cache that the engine has, under any policy and budget.
+
+Every figure comes with its phase, its unit, and whether the cache began cold in each conversation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from nemolab.errors import TraceError, UsageError
+from nemolab.policy import POLICIES, Policy, Setting
+from nemolab.policy.core import FIRST, LATE, MISSED, USEFUL, start_core
+from nemolab.policy.run import run_batches
+from nemolab.simulate.lookups import DECODE, PREFILL, Lookups
+
+PER_LAYER = "lru-per-layer"
+POLICY_NAMES = (*POLICIES, PER_LAYER)
+PHASES = {"prefill": PREFILL, "decode": DECODE, "all": None}
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What became of every lookup.
+
+    outcome        uint8 [lookups]: flags MISSED, FIRST, USEFUL, LATE of `nemolab.policy.core`
+    issued         int64 [batches]: blocks prefetched before the batch; issued_bytes their bytes, None where unknown
+    wasted         int64 [batches]: prefetched blocks that left unused since the batch before, or with a cold cache
+    budget_bytes, slots   the budget, in bytes or in blocks; the other is None where block sizes differ or are unknown
+    """
+
+    lookups: Lookups
+    policy: str
+    budget_bytes: int | None
+    slots: int | None
+    prefetch: int
+    cold: bool
+    timed: bool
+    outcome: np.ndarray
+    issued: np.ndarray
+    issued_bytes: np.ndarray | None
+    wasted: np.ndarray
+
+    @property
+    def missed(self) -> np.ndarray:
+        """bool [lookups]"""
+        return self.outcome & MISSED != 0
+
+    def misses_by_batch(self) -> np.ndarray:
+        """int64 [batches]: what the engine reads on demand, layer by layer, step by step."""
+        return (
+            np.add.reduceat(self.missed, self.lookups.starts[:-1], dtype=np.int64) if len(self.issued) else self.issued
+        )
+
+    def misses_by_step(self) -> tuple[np.ndarray, np.ndarray]:
+        """Steps, and the misses of each."""
+        steps, which = np.unique(self.lookups.step, return_inverse=True)
+        return steps, np.bincount(which, self.misses_by_batch(), minlength=len(steps)).astype(np.int64)
+
+    def rows(self) -> list[dict]:
+        """One row for each phase."""
+        return [self.row(phase) for phase in PHASES]
+
+    def row(self, phase: str) -> dict:
+        """The counts of a phase: `prefill`, `decode` or `all`; None for what cannot be known.
+
+        compulsory is what a cache of any size would miss: blocks that were never in it. Prefetches count in the phase
+        they were issued or lost in; late ones only where `replay` was told how many reads end in time.
+        """
+        lookups = self.lookups
+        batches = np.ones(lookups.n_batches, bool) if PHASES[phase] is None else lookups.phase == PHASES[phase]
+        chosen = np.repeat(batches, np.diff(lookups.starts))
+        outcome = self.outcome[chosen]
+        missed = outcome & MISSED != 0
+        n_lookups, misses, tokens = len(outcome), int(missed.sum()), lookups.count_tokens(PHASES[phase])
+        issued = int(self.issued[batches].sum())
+        read_bytes = None
+        if lookups.size_bytes is not None and self.issued_bytes is not None:
+            missed_bytes = lookups.size_bytes[lookups.keys[chosen][missed]].sum()
+            read_bytes = int(missed_bytes + self.issued_bytes[batches].sum())
+        first = int(np.count_nonzero(outcome & FIRST))
+        return {
+            "policy": self.policy,
+            "phase": phase,
+            "cold": self.cold,
+            "budget_bytes": self.budget_bytes,
+            "slots": self.slots,
+            "prefetch": self.prefetch,
+            "tokens": tokens,
+            "lookups": n_lookups,
+            "hits": n_lookups - misses,
+            "misses": misses,
+            "hit_rate": (n_lookups - misses) / n_lookups if n_lookups else None,
+            "compulsory": first,
+            "capacity": misses - first,
+            "reads": misses + issued,
+            "read_bytes": read_bytes,
+            "reads_per_token": (misses + issued) / tokens if tokens else None,
+            "bytes_per_token": read_bytes / tokens if tokens and read_bytes is not None else None,
+            "prefetch_issued": issued,
+            "prefetch_useful": int(np.count_nonzero(outcome & USEFUL)),
+            "prefetch_wasted": int(self.wasted[batches].sum()),
+            "prefetch_late": int(np.count_nonzero(outcome & LATE)) if self.timed else None,
+        }
+
+
+def replay(
+    lookups: Lookups,
+    policy: str = "lru",
+    *,
+    budget_bytes: int | None = None,
+    slots: int | None = None,
+    prefetch: int = 0,
+    cold: bool = False,
+    reads_in_time: int | None = None,
+    seed: int = 0,
+) -> Replay:
+    """Feed every lookup to a cache under a policy (POLICY_NAMES) and note what became of it.
+
+    budget_bytes | slots   the budget, one of the two; slots count blocks of any size as one
+    prefetch       how many of the guesses for the next layer are read ahead, by rank
+    cold           empty the cache where the conversation changes; else it is carried over
+    reads_in_time  prefetch reads that end before the next layer asks, to count late ones; None: not counted
+    Raises UsageError for an unknown policy or contradicting sizes, TraceError where the trace lacks what is asked for.
+    """
+    if policy not in POLICY_NAMES:
+        raise UsageError(f"unknown policy {policy!r}; known are {', '.join(POLICY_NAMES)}")
+    if (budget_bytes is None) == (slots is None):
+        raise UsageError("give a replay either budget_bytes or slots")
+    if min(x for x in (budget_bytes, slots, prefetch) if x is not None) < 0:
+        raise UsageError(
+            f"a budget of {slots if slots is not None else budget_bytes} with prefetch {prefetch}; 0 or more are needed"
+        )
+    if budget_bytes is not None and lookups.size_bytes is None:
+        raise TraceError(
+            "the trace does not say how large its blocks are: give the budget in slots, or the size of a block"
+        )
+    if prefetch and lookups.guesses is None:
+        raise TraceError(f"prefetch {prefetch}: the trace holds no guesses")
+    capacity = slots if slots is not None else budget_bytes
+    sizes = np.ones(lookups.n_keys, np.int64) if slots is not None else lookups.size_bytes
+    job = _Job(sizes, capacity, prefetch, reads_in_time, seed)
+    outcome = np.zeros(len(lookups.keys), np.uint8)
+    issued, taken, wasted = (np.zeros(lookups.n_batches, np.int64) for _ in range(3))
+    for first, last in _split(lookups, cold):
+        part = lookups.between(first, last)
+        low, high = lookups.starts[first], lookups.starts[last]
+        written = outcome[low:high], issued[first:last], taken[first:last], wasted[first:last]
+        if policy == PER_LAYER:
+            _run_layers(job, part, *written)
+        else:
+            _run(job, POLICIES[policy], part, False, *written)
+        if cold and prefetch and last > first:
+            used = np.count_nonzero(written[0] & USEFUL)
+            written[3][-1] += written[1].sum() - used - written[3].sum()  # what a cold cache still held unused
+    block_bytes = lookups.block_bytes
+    return Replay(
+        lookups=lookups,
+        policy=policy,
+        budget_bytes=budget_bytes if slots is None else block_bytes and slots * block_bytes,
+        slots=slots if slots is not None else block_bytes and budget_bytes // block_bytes,
+        prefetch=prefetch,
+        cold=cold,
+        timed=reads_in_time is not None,
+        outcome=outcome,
+        issued=issued,
+        issued_bytes=taken if slots is None else _bytes_of_slots(lookups, issued),
+        wasted=wasted,
+    )
+
+
+@dataclass(frozen=True)
+class _Job:
+    sizes: np.ndarray
+    capacity: int
+    prefetch: int
+    reads_in_time: int | None
+    seed: int
+
+
+def _split(lookups: Lookups, cold: bool) -> list[tuple[int, int]]:
+    """Where caches begin and end: (first, last + 1) batches."""
+    ends = np.flatnonzero(np.diff(lookups.conversation)) + 1 if cold else []
+    bounds = [0, *map(int, ends), lookups.n_batches]
+    return list(zip(bounds[:-1], bounds[1:], strict=True))
+
+
+def _run(job: _Job, policy: Policy, part: Lookups, alone: bool, outcome, issued, taken, wasted) -> None:
+    core = start_core(job.sizes, job.capacity, forced=policy.forced, ready=job.reads_in_time)
+    state = policy.start(Setting(job.sizes, job.capacity, job.seed, part.keys, part.starts))
+    guesses = part.guesses if job.prefetch else None
+    run_batches(
+        core, state, part.keys, part.starts, part.passing, guesses, job.prefetch, alone, outcome, issued, taken, wasted
+    )  # fmt: skip
+
+
+def _run_layers(job: _Job, part: Lookups, outcome, issued, taken, wasted) -> None:
+    """An LRU of its own for each layer, with an equal share of the budget."""
+    batch_of_lookup = part.batch_of_lookup()
+    share = _Job(job.sizes, job.capacity // part.n_layers, job.prefetch, job.reads_in_time, job.seed)
+    for layer in np.unique(part.layer):
+        batches = np.flatnonzero(part.layer == layer)
+        places = np.flatnonzero((part.layer == layer)[batch_of_lookup])
+        written = np.zeros(len(places), np.uint8), *(np.zeros(len(batches), np.int64) for _ in range(3))
+        _run(share, POLICIES["lru"], part.of_layer(layer), True, *written)
+        outcome[places] = written[0]
+        issued[batches], taken[batches], wasted[batches] = written[1:]
+
+
+def _bytes_of_slots(lookups: Lookups, issued: np.ndarray) -> np.ndarray | None:
+    """Bytes of what was prefetched where the budget counted blocks: known if the blocks of a layer are of one size."""
+    if lookups.size_bytes is None:
+        return None
+    by_layer = lookups.size_bytes.reshape(lookups.n_layers, lookups.n_experts)
+    if issued.any() and np.any(by_layer != by_layer[:, :1]):
+        return None
+    return issued * by_layer[lookups.layer, 0]
