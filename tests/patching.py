@@ -75,3 +75,35 @@ def edit_header(path, edit):
     header = json.loads(content[8 : 8 + length])
     changed = edit(header)
     write_raw(path, header if changed is None else changed, content[8 + length :])
+
+
+def read_raw_header(path):
+    """(header object, first byte of the data) of a file."""
+    with open(path, "rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        return json.loads(file.read(length)), 8 + length
+
+
+def stored_tensors(folder):
+    """Stored name -> (file, dtype, shape) of a folder that is not spoiled yet."""
+    found = {}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        header, _ = read_raw_header(file)
+        header.pop("__metadata__", None)
+        found |= {name: (file, entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
+    return found
+
+
+def relabel(folder, name, **fields):
+    """Another dtype or shape for a tensor's bytes, which stay as they are."""
+    file, _, _ = stored_tensors(folder)[name]
+    edit_header(file, lambda header: header[name].update(fields))
+
+
+def patch_bytes(folder, name, place, content):
+    """Overwrite a tensor's stored bytes from byte `place` of it on."""
+    file, _, _ = stored_tensors(folder)[name]
+    header, data_start = read_raw_header(file)
+    with open(file, "r+b") as opened:
+        opened.seek(data_start + header[name]["data_offsets"][0] + place)
+        opened.write(content)

@@ -182,13 +182,15 @@ def test_a_nan_block_scale_is_found_with_its_place(folder):
         scales.view(torch.uint8)[3, 2] = 0xFF
         return scales
 
-    check_expert_scales(Checkpoint.open(folder).expert(0, 5), EXPERT)
+    checkpoint = Checkpoint.open(folder)
+    modules = [checkpoint.modules[f"{EXPERT}.{matrix}_proj"] for matrix in ("up", "down")]
+    check_expert_scales(checkpoint.expert(0, 5), *modules)
     replace_tensor(folder, f"{EXPERT}.down_proj.weight_scale", spoil)
     checkpoint = Checkpoint.open(folder)
     with pytest.raises(
-        CheckpointError, match=f"{EXPERT}.down_proj.weight_scale has the NaN byte 0xff at row 3, group 2"
+        CheckpointError, match=rf"{EXPERT}.down_proj.weight_scale in .* has the NaN byte 0xff at row 3, group 2"
     ):
-        check_expert_scales(checkpoint.expert(0, 5), EXPERT)
+        check_expert_scales(checkpoint.expert(0, 5), *modules)
     assert checkpoint.decode(f"{EXPERT}.down_proj")[3].isnan().sum() == 16
 
 
@@ -262,7 +264,9 @@ def test_the_shipped_checkpoint_opens(tiny_path):
     ):
         decoded = checkpoint.decode(name)
         assert decoded.isfinite().all() and decoded.std() > 0
-    check_expert_scales(checkpoint.expert(0, 0), "layer 1, expert 0")
+    expert = f"backbone.layers.{config.moe_layers[0]}.mixer.experts.0"
+    modules = [checkpoint.modules[f"{expert}.{matrix}_proj"] for matrix in ("up", "down")]
+    check_expert_scales(checkpoint.expert(0, 0), *modules)
 
 
 def test_importing_the_room_does_not_import_torch_or_pandas():

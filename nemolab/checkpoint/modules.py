@@ -125,12 +125,7 @@ def _make_module(name: str, group: dict[str, TensorEntry], expected: Expected | 
         missing = f"{lone.source_name.rpartition('.')[0]}.weight"
         raise CheckpointError(f"{place_of(lone)} is there, but {missing} is missing")
     part = expected.part if expected else "vision" if is_vision(name) else "mtp" if is_mtp(name) else "head"
-    format, shape = _read_format(name, group, part)
-    if expected and shape != expected.shape:
-        stored = f" (stored as {weight.dtype} {list(weight.shape)})" if format == "nvfp4" else ""
-        raise CheckpointError(
-            f"{place_of(weight)} has shape {list(shape)}{stored}; by config.json {list(expected.shape)} was expected"
-        )
+    format, shape = _read_format(name, group, part, expected)
     if part not in ("vision", "mtp"):
         _check_bias(name, group, shape, expected)
     for suffix, projection in _CACHE_SCALES.items():
@@ -141,17 +136,21 @@ def _make_module(name: str, group: dict[str, TensorEntry], expected: Expected | 
     return Module(name, part, format, shape, group, sum(entry.nbytes for entry in group.values()))
 
 
-def _read_format(name: str, group: dict[str, TensorEntry], part: str) -> tuple[str, tuple[int, ...]]:
+def _read_format(
+    name: str, group: dict[str, TensorEntry], part: str, expected: Expected | None
+) -> tuple[str, tuple[int, ...]]:
     """(format, logical shape) from dtypes and shapes. This is the one place where a format is decided."""
     weight = group["weight"]
     if weight.dtype == "U8":
-        return "nvfp4", _check_nvfp4(name, group)
+        return "nvfp4", _check_nvfp4(name, group, expected)
     if weight.dtype == "F8_E4M3":
+        _check_shape(weight, weight.shape, expected)
         return "fp8", _check_fp8(name, group)
     stray = next((group[suffix] for suffix in _SCALES if suffix in group), None)
     if stray:
         raise CheckpointError(f"{place_of(stray)} is a scale beside a weight of dtype {weight.dtype}, which needs none")
     if weight.dtype in PLAIN_FORMATS:
+        _check_shape(weight, weight.shape, expected)
         return PLAIN_FORMATS[weight.dtype], weight.shape
     if part == "vision":
         return weight.dtype.lower(), weight.shape
@@ -160,7 +159,15 @@ def _read_format(name: str, group: dict[str, TensorEntry], part: str) -> tuple[s
     )
 
 
-def _check_nvfp4(name: str, group: dict[str, TensorEntry]) -> tuple[int, ...]:
+def _check_shape(weight: TensorEntry, shape: tuple[int, ...], expected: Expected | None) -> None:
+    if expected and shape != expected.shape:
+        stored = f" (stored as {weight.dtype} {list(weight.shape)})" if shape != weight.shape else ""
+        raise CheckpointError(
+            f"{place_of(weight)} has shape {list(shape)}{stored}; by config.json {list(expected.shape)} was expected"
+        )
+
+
+def _check_nvfp4(name: str, group: dict[str, TensorEntry], expected: Expected | None) -> tuple[int, ...]:
     weight = group["weight"]
     scale = _need(name, group, "weight_scale", "NVFP4 (its weight is U8)")
     if scale.dtype in ("U8", "F8_E8M0"):
@@ -177,6 +184,7 @@ def _check_nvfp4(name: str, group: dict[str, TensorEntry]) -> tuple[int, ...]:
             f" {GROUP}"
         )
     rows, columns = weight.shape[0], weight.shape[1] * 2
+    _check_shape(weight, (rows, columns), expected)
     needed = (rows, columns // GROUP)
     if scale.shape != needed:
         padded = (-(-rows // 128) * 128, -(-needed[1] // 4) * 4)

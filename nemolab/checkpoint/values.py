@@ -34,7 +34,7 @@ _DEVIATIONS = 8
 
 
 def check_piece(entry: TensorEntry, start_bytes: int, raw: np.ndarray) -> None:
-    """Judge a piece of a tensor by what the tensor is: uint8 `raw`, from byte `start_bytes` of it on."""
+    """Judge a piece of a tensor by what it is of: uint8 `raw`, whole elements, from byte `start_bytes` on."""
     suffix = entry.name.rpartition(".")[2]
     if suffix in UNUSED_SCALES or entry.dtype not in _FLOATS:
         return

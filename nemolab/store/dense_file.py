@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from nemolab.checkpoint import TensorEntry
+from nemolab.checkpoint.values import check_piece
 from nemolab.store import files
 from nemolab.store.source_reader import Piece, Scratch, SourceReader
 from nemolab.store.tensor_file import Written, file_head, in_file_order
@@ -34,7 +35,10 @@ class DenseFile:
     def copy(
         self, reader: SourceReader, workers: int, count: Callable[[int], None], on_tick: Callable[[], None]
     ) -> Written:
-        """Read every tensor once and write it. count is told the bytes of each chunk."""
+        """Read every tensor once and write it. count is told the bytes of each chunk.
+
+        Raises CheckpointError for values nobody can use (NaN, impossible factors), with tensor and place.
+        """
         starts = range(0, self.nbytes, files.CHUNK_BYTES)
         sums: list[list[tuple[int, int, int]]] = [[] for _ in starts]  # by chunk: tensor (-1: head), crc32, bytes
 
@@ -74,9 +78,10 @@ class DenseFile:
             chunk[: head.nbytes] = head
             sums.append((-1, files.crc32(head), head.nbytes))
             place = head.nbytes
-        for (tensor, *_), data in zip(parts, reader.read(pieces, scratch), strict=True):
+        for (tensor, entry, skip, _), data in zip(parts, reader.read(pieces, scratch), strict=True):
             there = chunk[place : place + data.nbytes]
             there[:] = data
+            check_piece(entry, skip, there)
             sums.append((tensor, files.crc32(there), data.nbytes))
             place += data.nbytes
         return sums

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nemolab.checkpoint import Checkpoint, ExpertBytes, Module
+from nemolab.checkpoint import Checkpoint, Module
 from nemolab.checkpoint.checkpoint import check_expert_scales
 from nemolab.errors import CheckpointError, StoreError
 from nemolab.store import direct_io, files
@@ -103,13 +103,13 @@ class ExpertFile:
         self._file.close()
 
     def _read(self, index: int, reader: SourceReader, scratch: Scratch) -> ExpertViews:
-        """The published planes of an expert, in `scratch`. Raises CheckpointError for NaN scales, with their place."""
+        """The published planes of an expert, in `scratch`. Raises CheckpointError for unusable scales, with place."""
         up, down = self._experts[index]
         entries = [module.tensors[suffix] for module in (up, down) for suffix in ("weight", "weight_scale")]
         shapes = self._blocks.source_shapes.values()
         data = reader.read([piece_of(entry) for entry in entries], scratch)
         planes = ExpertViews(*(bytes_.reshape(shape) for bytes_, shape in zip(data, shapes, strict=True)))
-        check_expert_scales(ExpertBytes(*planes, 1.0, 1.0), up.name.removesuffix(".up_proj"))
+        check_expert_scales(planes, up, down)
         return planes
 
     def _in_source_order(self) -> list[int]:
