@@ -132,6 +132,7 @@ class ModelConfig:
         values |= {name: read.switch(name, default) for name, default in _SWITCHES.items()}
         values |= {name: read.number(name, default) for name, default in _NUMBERS.items()}
         values |= {name: read.word(name, default) for name, default in _WORDS.items()}
+        own_eos = _read_eos(read.values.get("eos_token_id", 2), where)
         latent = read.values.get("moe_latent_size")
         made = cls(
             model_type=str(model_type),
@@ -141,7 +142,7 @@ class ModelConfig:
             n_shared_experts=read.count("n_shared_experts", 1),
             num_nextn_predict_layers=read.count("num_nextn_predict_layers", 0),
             time_step_limit=_read_limit(read.values.get("time_step_limit"), where),
-            eos_token_ids=_read_eos(eos_token_id, eos_where) or _read_eos(read.values.get("eos_token_id", 2), where),
+            eos_token_ids=_read_eos(eos_token_id, eos_where) or own_eos,
             notes=tuple(_count_notes(text, layers, where)),
             raw=config,
             **values,
