@@ -24,6 +24,7 @@ QUIET = "#7F7F7F"
 # One colour for one thing in all notebooks.
 COLOURS = {
     "nvfp4": BLUE,
+    "mxfp4": GREEN,
     "fp8": SKY,
     "bf16": ORANGE,
     "f16": YELLOW,
@@ -120,6 +121,32 @@ def plot_bytes_per_token(models: "pd.DataFrame") -> Figure:
     ax.set(xlabel="routed experts read for one token (GB = 10⁹ bytes)", xlim=(0, None))
     ax.grid(axis="y", visible=False)
     ax.legend(handles=_swatches(dict.fromkeys(models["how"])), loc="lower right")
+    return figure
+
+
+def plot_families(models: "pd.DataFrame") -> Figure:
+    """Bytes of routed experts that one token reads, as published and in NVFP4, and the share of all experts it is.
+
+    models  columns model, gb_per_token, gb_per_token_nvfp4, expert_format, share_read (0..1), routed_gib
+    """
+    models = models.sort_values("gb_per_token", ascending=False)
+    formats = models["expert_format"].str.partition("_")[0]  # fp8_128x128 is FP8
+    figure, ax = plt.subplots(figsize=(7.2, 1.0 + 0.27 * len(models)))
+    ax.barh(models["model"], models["gb_per_token"], color=[COLOURS[format] for format in formats], height=0.7)
+    ax.scatter(models["gb_per_token_nvfp4"], models["model"], color=BLACK, s=14, zorder=3, label="in NVFP4")
+    for row, model in enumerate(models.itertuples()):
+        text = f"{model.gb_per_token:.3g} = {model.share_read * 100:.2g} % of {model.routed_gib:,.0f} GiB"
+        end = max(model.gb_per_token, model.gb_per_token_nvfp4)
+        ax.annotate(text, (end, row), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8)
+    ax.set(
+        xlabel="routed experts read for one token (GB = 10⁹ bytes)",
+        xlim=(0, 1.35 * models["gb_per_token"].max()),
+        ylim=(-0.6, len(models) - 0.4),
+    )
+    ax.tick_params(axis="y", labelsize=8)
+    ax.grid(axis="y", visible=False)
+    dot = ax.get_legend_handles_labels()[0]
+    ax.legend(handles=[*_swatches(dict.fromkeys(formats[::-1])), *dot], title="published in", loc="upper right")
     return figure
 
 

@@ -61,6 +61,29 @@ def bytes_table() -> str:
     return markdown_table([*headers, "all experts, GiB:", "how"], rows)
 
 
+def families_table() -> str:
+    """Bytes per token of other families, counted from their configs."""
+    from nemolab.plan import compare_families
+
+    rows = [
+        [
+            row.model,
+            f"{row.moe_layers} x {row.top_k} of {row.experts}",
+            row.expert_format,
+            f"{row.expert_bytes:,}",
+            f"{row.gb_per_token:,.3f}",
+            f"{row.gb_per_token_nvfp4:,.3f}",
+            f"{row.routed_gib:,.1f}",
+            f"{row.total_params / 1e9:,.2f}",
+            f"{row.active_params_per_token / 1e9:,.2f}",
+        ]
+        for row in compare_families().itertuples()
+    ]
+    headers = ["model", "experts read per token", "published in", "bytes an expert:", "GB a token:"]
+    more = ["GB a token in NVFP4:", "all experts, GiB:", "parameters, 10⁹:", "used by a token, 10⁹:"]
+    return markdown_table([*headers, *more], rows)
+
+
 def correctness_table() -> str:
     """The engine beside transformers in fp32, from the newest recorded comparison of the shipped model."""
     from nemolab.measure import latest, read_rows
@@ -187,6 +210,7 @@ def claims_table() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "bytes": bytes_table,
+    "families": families_table,
     "correctness": correctness_table,
     "speed": speed_table,
     "notebooks": notebooks_table,

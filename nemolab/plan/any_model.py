@@ -46,7 +46,7 @@ def plan_any(
         return plan_facts(facts, raw, where, name=name, experts_as=experts_as, dense_as=dense_as)
     built = build_model(raw, where)
     routed, unseen = find_experts(built.model, _widths(built.model), stated_top_k(raw, where))
-    weights = list_weights(built.model, routed)
+    weights, undescribed = _described(list_weights(built.model, routed), raw)
     routed = [found for found in routed if not _is_aside(found, built.model)]
     if not routed:
         _refuse_unseen(unseen, where)
@@ -76,7 +76,7 @@ def plan_any(
         shared_expert_params=params["shared"] // len(_places(weights, "shared")) if params["shared"] else 0,
         mamba_state_bytes=0 if _only_attention(weights) else None,
         kv_bytes_per_token=_kv_bytes(weights),
-        assumptions=[*formats.sentences(routed), *_notes(raw, built.notes, routed, weights)],
+        assumptions=[*formats.sentences(routed), *_notes(raw, (*built.notes, *undescribed), routed, weights)],
     )
 
 
@@ -137,6 +137,16 @@ def _widths(model: nn.Module) -> tuple[int, ...]:
     columns = [table.weight.shape[1] for table in tables if getattr(table, "weight", None) is not None]
     said = getattr(text_config(model), "hidden_size", None)
     return tuple(dict.fromkeys([*([said] if isinstance(said, int) and said > 0 else []), *columns]))
+
+
+def _described(weights: list[Weight], raw: dict[str, Any]) -> tuple[list[Weight], tuple[str, ...]]:
+    """Without a vision tower that only transformers' defaults describe."""
+    if any(isinstance(value, dict) and re.search(r"vision|audio", key) for key, value in raw.items()):
+        return weights, ()
+    kept = [weight for weight in weights if weight.part != "vision"]
+    if len(kept) == len(weights):
+        return weights, ()
+    return kept, ("only the language model is counted: the config does not describe the rest",)
 
 
 def _is_aside(found: RoutedExperts, model: nn.Module) -> bool:

@@ -112,9 +112,11 @@ def find_experts(
         else:
             routed.append(_describe(modules, candidate, routing))
     if unseen and not routed:
-        # No block ran by itself; the whole model takes longer, so it comes last.
+        # No block ran by itself; a run of the whole model takes longer, so it comes last.
+        places = {c.name: ([modules[name] for name in c.holders], c.experts) for c in unseen if not c.listed}
+        seen = probe_model(model, places)
         for candidate in list(unseen):
-            routing = probe_model(model, [modules[name] for name in candidate.holders], candidate.experts)
+            routing = seen.get(candidate.name)
             if routing is None and stated_top_k and not candidate.listed and stated_top_k <= candidate.experts:
                 routing = Routing(stated_top_k, candidate.experts, None)
             if routing is not None:

@@ -24,11 +24,13 @@ if TYPE_CHECKING:
     from torch import nn
 
 LARGEST_SIZE = 2**31 - 1
+LONGEST_TEXT = 10**30  # tokenizers write 1e30 for a text without end; nothing is built from it
 MOST_LAYERS = 4096  # the deepest published model has a few hundred
 MOST_MODULES = 300_000  # 500 layers of 100 modules are 50,000; each takes about 50 us
 MOST_SECONDS = 60.0
 # Fields that count layers: a config class may make a list of that length before anybody builds a layer.
 _COUNTS_LAYERS = re.compile(r"(^|_)(layers?|n_layer|depth|depths|blocks)$")
+_IS_LENGTH = re.compile(r"max_|length|_len|window|chunk")
 _LAYER_INDEX = re.compile(r"layers?_(start|end)|window|per_layer|start|end|every|interval|freq")
 _LIST_LIMIT = 100_000
 _DEPTH_LIMIT = 12
@@ -87,7 +89,7 @@ def check_sizes(raw: dict[str, Any], where: str) -> None:
             raise CheckpointError(f"{where}: {path} is NaN; a number was expected")
         elif isinstance(value, bool) or not isinstance(value, int):
             continue
-        elif abs(value) > LARGEST_SIZE and re.search(r"max_|length|_len|window|chunk", name) is None:
+        elif abs(value) > (LONGEST_TEXT if _IS_LENGTH.search(name) else LARGEST_SIZE):
             raise CheckpointError(
                 f"{where}: {path} is {_short(value)}; a size of at most {LARGEST_SIZE:,} was expected"
             )

@@ -56,9 +56,30 @@ def probe_block(
     return None
 
 
-def probe_model(model: nn.Module, experts: Iterable[nn.Module], count: int) -> Routing | None:
-    """The same by a run of the whole model on two token ids, where no block would run by itself."""
-    return _read(_run(model, list(experts), lambda module: module(input_ids=_ids(), use_cache=False)), count)
+def probe_model(model: nn.Module, places: dict[str, tuple[list[nn.Module], int]]) -> dict[str, Routing]:
+    """The same by one run of the whole model on two token ids, where no block would run by itself.
+
+    places  name -> (modules that hold its experts, how many those are); only places that were seen are in the answer
+    """
+    import torch
+
+    choices, seen = _Seen(), {name: _Seen() for name in places}
+    with ExitStack() as stack:
+        for name, (holders, _) in places.items():
+            for holder in holders:
+                stack.enter_context(_listening(holder, seen[name]))
+        for context in (torch.no_grad(), torch.device("meta"), _Choices(choices)):
+            stack.enter_context(context)
+        try:
+            model(input_ids=_ids(), use_cache=False)
+        except Exception:  # as in _run
+            pass
+    found = {}
+    for name, (_, count) in places.items():
+        seen[name].choices = choices.choices
+        if seen[name].calls and (routing := _read(seen[name], count)):
+            found[name] = routing
+    return found
 
 
 def _read(seen: _Seen, count: int) -> Routing | None:
