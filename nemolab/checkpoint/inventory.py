@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from nemolab.checkpoint.modules import Module
+from nemolab.checkpoint.modules import UNUSED_SCALES, Module
 from nemolab.checkpoint.safetensors_header import Header, TensorEntry
 from nemolab.checkpoint.structure import LEFT_OUT_PARTS
-from nemolab.checkpoint.values import UNUSED_SCALES
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -52,7 +51,7 @@ class Inventory:
         used                    the model is run with them
         kept, not used          stored with it, multiplied by nothing: k_scale, v_scale
         left out                not run and in no store: mtp, vision, input_scale
-        reported                unknown names without a byte
+        reported                tensors without a byte that nothing asks for
         """
         import pandas as pd
 
@@ -63,7 +62,7 @@ class Inventory:
         ]
         judged = {name for _, _, name, _ in rows}
         rows += [
-            (REPORTED, "unknown and empty", name, entry.nbytes)
+            (REPORTED, "empty", name, entry.nbytes)
             for name, entry in self.tensors.items()
             if name not in judged
         ]

@@ -22,6 +22,7 @@ _LISTED = 5
 
 _SUFFIXES = frozenset(("weight", "bias", "weight_scale", "weight_scale_2", "input_scale", "k_scale", "v_scale"))
 _SCALES = ("weight_scale", "weight_scale_2")
+UNUSED_SCALES = ("input_scale", "k_scale", "v_scale")  # never multiplied by anything
 # Scales of the key-value cache: stored beside these projections, of no use to a cache that is not quantised.
 _CACHE_SCALES = {"k_scale": "k_proj", "v_scale": "v_proj"}
 
@@ -92,11 +93,28 @@ def _group(
         else:
             unknown.append(entry)
             continue
+        if not entry.nbytes and _says_nothing(module, suffix, tensors, expected):
+            unknown.append(entry)
+            continue
         group = groups.setdefault(module, {})
         if suffix in group:  # "x" and "x.weight": only beside the tower and MTP, whose names are not known beforehand
             raise CheckpointError(f"{place_of(entry)} and {group[suffix].source_name} are both the weight of {module}")
         group[suffix] = entry
     return groups, unknown
+
+
+def _says_nothing(
+    module: str, suffix: str, tensors: Mapping[str, TensorEntry], expected: Mapping[str, Expected]
+) -> bool:
+    """Whether a tensor without a byte is one that its module has no use for: exporters leave such shells behind."""
+    if suffix == "weight":
+        return module == HEAD and HEAD not in expected
+    if suffix == "bias":
+        return not (module in expected and expected[module].bias)
+    weight = tensors.get(f"{module}.weight")
+    if suffix in _SCALES and weight is not None:
+        return weight.dtype in PLAIN_FORMATS or (suffix == "weight_scale_2" and weight.dtype == "F8_E4M3")
+    return suffix in UNUSED_SCALES
 
 
 def _judge_unknown(unknown: list[TensorEntry], config: ModelConfig) -> list[str]:
@@ -115,7 +133,7 @@ def _judge_unknown(unknown: list[TensorEntry], config: ModelConfig) -> list[str]
         return []
     names = ", ".join(entry.source_name for entry in unknown[:_LISTED])
     more = f" and {len(unknown) - _LISTED:,} more" if len(unknown) > _LISTED else ""
-    return [f"unknown and empty, left aside: {names}{more}"]
+    return [f"empty and of no use, left aside: {names}{more}"]
 
 
 def _make_module(name: str, group: dict[str, TensorEntry], expected: Expected | None) -> Module:

@@ -15,6 +15,7 @@ from functools import cache
 import numpy as np
 
 from nemolab.checkpoint.formats import E2M1_VALUES, GROUP
+from nemolab.checkpoint.modules import UNUSED_SCALES
 from nemolab.checkpoint.safetensors_header import TensorEntry, place_of
 from nemolab.errors import CheckpointError
 
@@ -25,7 +26,6 @@ _FLOATS = {
     "F16": (np.dtype("<u2"), 0x7FFF, 0x7C00),
     "F32": (np.dtype("<u4"), 0x7FFFFFFF, 0x7F800000),
 }
-UNUSED_SCALES = ("input_scale", "k_scale", "v_scale")  # never multiplied by anything
 _PIECE = 1 << 16  # elements looked at together: they stay in the core's cache
 
 _TILE_ROWS, _TILE_GROUPS = 128, 4  # the tile of the swizzled layout, 512 scales
