@@ -2,8 +2,8 @@
 
 With recency as the order of last occurrence within a batch, the cache after a batch is always a beginning of one stack
 of blocks, the most recent first, whatever the budget: as many as fit. So a lookup hits if and only if the bytes from
-the top of the stack to its block, the block included, fit the budget, the stack being that at the end of the batch before.
-A Fenwick tree over the stack finds the distances. No prefetch: it would make the stack depend on the budget.
+the top of the stack to its block, the block included, fit the budget, the stack being that at the end of the batch
+before. A Fenwick tree over the stack finds the distances. No prefetch: it would make the stack depend on the budget.
 """
 
 from __future__ import annotations
