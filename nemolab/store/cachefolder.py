@@ -15,6 +15,7 @@ from nemolab.progress import progress_bar, say
 from nemolab.store import contents, files
 from nemolab.store.manifest import VERSION, Manifest
 from nemolab.store.repack import repack
+from nemolab.store.target import MARKER, tidy
 
 _NAME_BYTES = 160  # of a checkpoint's name in the name of its store
 
@@ -33,6 +34,7 @@ def ensure_store(
     checkpoint = Checkpoint.open(Path(checkpoint_path).expanduser())
     folder = store_folder(checkpoint, layout)
     if _is_sound(folder):
+        tidy(folder)
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +47,8 @@ def ensure_store(
     try:
         _wait_for(lock, folder, announce)
         if not _is_sound(folder):
-            if (folder / files.MANIFEST).exists():  # beside files of other sizes: the folder is ours, make it again
+            # Beside files of other sizes, or half removed: the folder is ours, make it again.
+            if folder.exists() and ((folder / files.MANIFEST).exists() or not (folder / MARKER).exists()):
                 shutil.rmtree(folder)
             announce(f"no store was named: making one of {paths.shown(checkpoint.path)} in {paths.shown(folder)}")
             repack(checkpoint.path, folder, layout=layout, announce=announce, progress=progress_bar("repack", "B"))

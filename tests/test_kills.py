@@ -1,0 +1,296 @@
+"""Killed at any moment: nothing looks finished that is not, and the next run ends with an undisturbed one's bytes."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import kills
+import pytest
+from stores import damage, digests, quiet
+from synthetic import write_checkpoint
+
+from nemolab.errors import StoreError
+from nemolab.store import Store, ensure_store, files, repack, verify
+from nemolab.store.journal import JOURNAL, Journal
+from nemolab.store.target import MARKER
+from nemolab.store.tensor_file import Written
+
+pytest_plugins = ["store_fixtures"]
+KILLS = Path(__file__).parent / "kills.py"
+
+
+def kill_many(job, source, folder, mode, seed):
+    done = subprocess.run(
+        [sys.executable, KILLS, job, source, folder, mode, str(seed)], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("job", ["repack", "ensure"])
+@pytest.mark.parametrize("mode", ["calls", "delays"])
+def test_killed_at_any_moment_a_rerun_is_identical(source, tmp_path, job, mode):
+    found = kill_many(job, source, tmp_path, mode, seed=1)
+    assert found["problems"] == []
+    assert found["kills"] >= (20 if mode == "calls" else 3), "the kills are real"
+    if (job, mode) == ("repack", "calls"):
+        assert max(found["resumed_blocks"]) >= 8, "and what was written is not made again"
+        assert {"replace", "fsync", "pwritev", "write", "unlink", "open"} <= set(found["calls"])
+
+
+def test_a_store_that_only_looks_finished_would_be_found(source, store_path, tmp_path):
+    """The checker itself, on what a careless repack would leave: a manifest beside a block that was not written."""
+    killer, wanted = kills.Killer("repack", source, tmp_path), digests(store_path)
+    damage(store_path / files.EXPERTS, 5)
+    killer.finish(store_path, wanted, "a damaged block")
+    assert killer.problems == [
+        "a damaged block: it can be opened and is not whole",
+        f"a damaged block: other bytes after the rerun: ['{files.EXPERTS}']",
+    ]
+
+
+@pytest.fixture(scope="module")
+def cut_off_once(source, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cut-off") / "store"
+    script = (
+        "import os, signal, sys\n"
+        "from nemolab.store import repack, journal\n"
+        "real = journal.Journal.add_file\n"
+        "def add(self, *rest):\n"
+        "    real(self, *rest)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "journal.Journal.add_file = add\n"
+        "repack(*sys.argv[1:])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, source, folder], stderr=subprocess.PIPE)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    return folder
+
+
+@pytest.fixture
+def cut_off(cut_off_once, tmp_path):
+    """A repack killed after its dense file, and the journal it left."""
+    return Path(shutil.copytree(cut_off_once, tmp_path / "cut-off"))
+
+
+def test_all_blocks_and_the_dense_file_are_kept(source, cut_off, store_path):
+    dense_before, said = (cut_off / files.DENSE).stat(), []
+    done = repack(source, cut_off, announce=said.append)
+    assert done.resumed_blocks == done.blocks == 16
+    assert "going on with a repack that was cut off: 16 of 16 blocks were written" in said[0]
+    dense_after = (cut_off / files.DENSE).stat()
+    assert (dense_before.st_ino, dense_before.st_mtime_ns) == (dense_after.st_ino, dense_after.st_mtime_ns)
+    small = [files.CHECKSUMS, files.GLOBALS, "config.json", "tokenizer.json"]
+    assert done.bytes_written < sum((cut_off / name).stat().st_size for name in small) + 20_000
+    assert digests(cut_off) == digests(store_path)
+
+
+def test_a_whole_expert_file_of_a_killed_run_is_looked_at_again(source, cut_off, store_path):
+    damage(cut_off / files.EXPERTS, 5)
+    assert repack(source, cut_off, announce=quiet).resumed_blocks == 15
+    assert digests(cut_off) == digests(store_path)
+
+
+@pytest.mark.parametrize(
+    "spoil, kept",
+    [
+        (lambda folder: (folder / files.EXPERTS).unlink(), 0),
+        (lambda folder: os.truncate(folder / files.EXPERTS, 9 * 8192 + 100), 9),
+        (lambda folder: os.truncate(folder / files.EXPERTS, 10**7), 16),
+        (lambda folder: (folder / files.EXPERTS).write_bytes(b""), 0),
+        (lambda folder: (folder / files.DENSE).unlink(), 16),
+        (lambda folder: damage(folder / files.DENSE, 5000), 16),
+        (lambda folder: os.truncate(folder / files.DENSE, 5000), 16),
+        (lambda folder: (folder / JOURNAL).unlink(), 0),
+        (lambda folder: (folder / JOURNAL).write_bytes(b"\xff" * 5000), 0),
+        (lambda folder: os.truncate(folder / JOURNAL, 10 * len("12345678 " + '{"block":0,"crc32":1}\n')), None),
+        (lambda folder: (folder / MARKER).write_bytes(b""), 0),
+        (lambda folder: (folder / "config.json").write_text("{}"), 16),
+        (lambda folder: (folder / "manifest.json.partial").write_text("{"), 16),
+    ],
+)
+def test_parts_deleted_or_damaged_by_hand_are_made_again(source, cut_off, store_path, spoil, kept):
+    assert (cut_off / files.EXPERTS).stat().st_size == 16 * 8192
+    spoil(cut_off)
+    found = repack(source, cut_off, announce=quiet).resumed_blocks
+    assert found == kept or (kept is None and 0 < found < 16)
+    assert digests(cut_off) == digests(store_path)
+
+
+@pytest.mark.parametrize("name", [files.EXPERTS, files.DENSE, JOURNAL])
+def test_a_link_in_the_place_of_a_part_is_not_followed(source, cut_off, store_path, tmp_path, name):
+    precious = tmp_path / "precious"
+    precious.write_bytes(b"years of work")
+    (cut_off / name).unlink()
+    (cut_off / name).symlink_to(precious)
+    repack(source, cut_off, announce=quiet)
+    assert precious.read_bytes() == b"years of work"
+    assert digests(cut_off) == digests(store_path)
+
+
+def test_another_layout_or_source_is_refused_and_what_is_there_kept(source, cut_off, tmp_path):
+    before = digests(cut_off)
+    with pytest.raises(StoreError, match="unfinished repack of another kind: layout is 'neuron', 'source' was asked"):
+        repack(source, cut_off, layout="source", announce=quiet)
+    other = write_checkpoint(tmp_path / "other", vocab=300)
+    with pytest.raises(StoreError, match=r"source differs in model-0000.*: .*bytes \d+.* then, .*bytes \d+.* now"):
+        repack(other, cut_off, announce=quiet)
+    assert digests(cut_off) == before
+
+
+@pytest.fixture
+def own_cut_off(copied, tmp_path):
+    """A source that a test may change, and a repack of it that was killed before its manifest."""
+    script = (
+        "import os, signal, sys\n"
+        "from nemolab.store import repack, target\n"
+        "target.Target.commit = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "repack(*sys.argv[1:])\n"
+    )
+    folder = tmp_path / "own-cut-off"
+    assert subprocess.run([sys.executable, "-c", script, copied, folder]).returncode == -signal.SIGKILL
+    return copied, folder
+
+
+def test_a_shard_replaced_in_between_is_refused_with_both_times(own_cut_off):
+    copied, folder = own_cut_off
+    shard = copied / "model-00002-of-00003.safetensors"
+    then = shard.stat().st_mtime_ns
+    damage(shard, shard.stat().st_size - 5)
+    now, before = shard.stat().st_mtime_ns, digests(folder)
+    with pytest.raises(StoreError, match=f"{shard.name}: mtime_ns {then} then, mtime_ns {now} now"):
+        repack(copied, folder, announce=quiet)
+    assert digests(folder) == before
+
+
+def test_a_shard_changed_under_its_old_time_is_read_anew(own_cut_off, tmp_path):
+    """Somebody put the time back: the inode tells, nothing is kept, and the new bytes are in the store."""
+    copied, folder = own_cut_off
+    shard = copied / "model-00002-of-00003.safetensors"
+    times = shard.stat()
+    damage(shard, shard.stat().st_size - 5)
+    os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))
+    said = []
+    assert repack(copied, folder, announce=said.append).resumed_blocks == 0
+    assert "its source was touched since: it begins again" in said[0]
+    assert verify(folder, source=copied, all=True).mismatches == 0
+
+
+def test_a_changed_small_file_is_refused_with_both_hashes(own_cut_off):
+    copied, folder = own_cut_off
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(config | {"routed_scaling_factor": 1.5}))
+    with pytest.raises(StoreError, match=r"source differs in config\.json: [0-9a-f]{16} then, [0-9a-f]{16} now"):
+        repack(copied, folder, announce=quiet)
+
+
+def test_an_interrupt_of_a_run_that_goes_on_cleans_up_too(source, cut_off):
+    def interrupt(done, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        repack(source, cut_off, progress=interrupt, announce=quiet)
+    assert list(cut_off.iterdir()) == []
+
+
+def test_a_refusal_before_the_work_keeps_what_is_there(source, cut_off, store_path, monkeypatch):
+    """A disk that filled up meanwhile costs nothing but a line: what was written waits."""
+    before = digests(cut_off)
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "free_bytes", lambda folder: 100)
+        patch.setattr(files, "allocated_bytes", lambda path: 0)
+        with pytest.raises(StoreError, match="are missing"):
+            repack(source, cut_off, announce=quiet)
+    renamed = {
+        {files.EXPERTS + files.PARTIAL: files.EXPERTS}.get(name, name): sum for name, sum in digests(cut_off).items()
+    }
+    assert renamed == before
+    assert repack(source, cut_off, announce=quiet).resumed_blocks == 16
+    assert digests(cut_off) == digests(store_path)
+
+
+def test_what_is_written_counts_as_space(source, cut_off, store_path, monkeypatch):
+    monkeypatch.setattr(files, "free_bytes", lambda folder: 520_000)
+    with pytest.raises(StoreError, match="are missing"):
+        repack(source, cut_off.with_name("fresh"), announce=quiet)
+    assert repack(source, cut_off, announce=quiet).resumed_blocks == 16
+
+
+def test_two_at_once_the_second_is_refused_while_the_first_goes_on(source, cut_off, store_path):
+    def meanwhile(done, total):
+        with pytest.raises(StoreError, match="another repack is at work there"):
+            repack(source, cut_off, announce=quiet)
+
+    repack(source, cut_off, progress=meanwhile, announce=quiet)
+    assert digests(cut_off) == digests(store_path)
+
+
+def test_leftovers_beside_a_manifest_are_tidied_up(source, store_path):
+    """Killed between the manifest and the removal of the marker: it is a store, and the next look removes the rest."""
+    wanted = digests(store_path)
+    for name in (MARKER, JOURNAL, files.EXPERTS + files.PARTIAL):
+        (store_path / name).write_bytes(b"left")
+    assert repack(source, store_path, announce=quiet).already_complete
+    assert digests(store_path) == wanted
+
+
+def test_sigterm_leaves_nothing_that_looks_finished(source, tmp_path, store_path):
+    script = (
+        "import os, signal, sys\n"
+        "from nemolab.store import repack\n"
+        "def stop(done, total):\n"
+        "    if done:\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "repack(*sys.argv[1:], progress=stop)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, source, tmp_path / "stopped"])
+    assert done.returncode == -signal.SIGTERM
+    with pytest.raises(StoreError, match="interrupted or is still at work"):
+        Store.open(tmp_path / "stopped")
+    repack(source, tmp_path / "stopped", announce=quiet)
+    assert digests(tmp_path / "stopped") == digests(store_path)
+
+
+def test_a_cache_folder_cleared_half_way_is_made_again(source, tmp_path, monkeypatch):
+    """Killed while it removed a damaged store: files without manifest and marker, in a folder that is ours."""
+    monkeypatch.setenv("NEMOLAB_CACHE", str(tmp_path / "cache"))
+    path = ensure_store(source, announce=quiet)
+    wanted = digests(path)
+    (path / files.MANIFEST).unlink()
+    (path / files.DENSE).unlink()
+    assert ensure_store(source, announce=quiet) == path
+    assert digests(path) == wanted
+
+
+def test_a_journal_passes_over_what_does_not_check_out(tmp_path):
+    journal = Journal(tmp_path)
+    for index in range(5):
+        journal.add_block(index, 1000 + index)
+    journal.add_file("dense.safetensors", Written(7, 8, {"a": 9}))
+    journal.add_block(3, 77)
+    journal.close()
+    raw = (tmp_path / JOURNAL).read_bytes()
+    for cut in range(len(raw) + 1):
+        (tmp_path / JOURNAL).write_bytes(raw[:cut])
+        torn = Journal(tmp_path)
+        torn.add_block(9, 9)
+        torn.close()
+        again = Journal(tmp_path)
+        again.close()
+        assert again.blocks.pop(9) == 9, "what follows a torn line is read"
+        assert again.blocks.items() <= {0: 1000, 1: 1001, 2: 1002, 3: again.blocks.get(3), 4: 1004}.items()
+        assert again.blocks.get(3) in (None, 1003, 77) and again.files in (
+            {},
+            {"dense.safetensors": Written(7, 8, {"a": 9})},
+        )
+    for place in range(len(raw)):
+        spoilt = bytearray(raw)
+        spoilt[place] ^= 0x20
+        (tmp_path / JOURNAL).write_bytes(spoilt)
+        read = Journal(tmp_path)
+        read.close()
+        assert set(read.blocks.values()) <= {1000, 1001, 1002, 1003, 77, 1004}
