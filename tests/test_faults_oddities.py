@@ -228,3 +228,15 @@ def test_the_accounting_names_what_a_store_leaves_out(tmp_path, form):
     stored = len(raw_arrays(tmp_path / "store")) - 1  # the experts' factors are one tensor there
     dense = accounting.get((USED, "dense"), 0) + sum(accounting.get((UNUSED, s), 0) for s in ("k_scale", "v_scale"))
     assert stored == dense
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_inventory_shows_the_accounting(tmp_path, form):
+    folder = copy_checkpoint(tmp_path / "model", **FORMS[form])
+    add_tensor(folder, "void", torch.empty(0))
+    code, out, _ = run_cli("inventory", folder, "--json")
+    shown = json.loads(out)
+    assert code == 0 and sum(row["bytes"] for row in shown["accounting"]) == shown["file_bytes"]["data"]
+    assert {"verdict": REPORTED, "reason": "empty", "tensors": 1, "bytes": 0} in shown["accounting"]
+    assert shown["file_bytes"]["files"] == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    assert "left out" in run_cli("inventory", folder)[1]

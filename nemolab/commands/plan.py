@@ -63,7 +63,8 @@ def inventory(path, tensors):
     """What is in a checkpoint, and in which number format?
 
     Reads only the headers of the shards. The format of each module (nvfp4, fp8, bf16, f32) is found from its tensors;
-    metadata that disagrees is reported. Sizes are bytes as stored.
+    metadata that disagrees is reported. Sizes are bytes as stored. The second table says what becomes of every byte:
+    used, left out by name, or reported (tensors without a byte); unknown tensors that hold bytes are refused.
 
     \b
     Examples:
@@ -75,14 +76,18 @@ def inventory(path, tensors):
     checkpoint = Checkpoint.open(path)
     listed = Inventory(checkpoint)
     sums = listed.by_format().reset_index()
+    accounting = listed.accounting()
     data = {
         "tensors": int(sums["tensors"].sum()),
         "bytes": int(sums["bytes"].sum()),
         "sums": sums.to_dict("records"),
+        "accounting": accounting.to_dict("records"),
+        "file_bytes": listed.file_bytes(),
         "notes": list(checkpoint.notes),
     }
     blocks = [
         table(list(sums.columns), sums.values.tolist()),
+        table(list(accounting.columns), accounting.values.tolist()),
         f"{data['tensors']:,} tensors, {data['bytes']:,} bytes ({show_bytes(data['bytes'])})",
     ]
     if tensors:
