@@ -5,6 +5,7 @@ import itertools
 import os
 import sys
 import threading
+import time
 import types
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from nemolab.errors import StoreError
 from nemolab.store import cache as cache_module
+from nemolab.store import direct_io
 from nemolab.store import lru as lru_module
 from nemolab.store.arena import Arena
 from nemolab.store.cache import ExpertCache
@@ -470,3 +472,39 @@ def test_a_shrunken_cache_survives_a_failed_read(store, data, shrinking_memory, 
             for expert, view in enumerate(cache.lookup(0, range(first, first + TOP_K)), start=first):
                 assert np.array_equal(view, data[expert])
         assert max(cache._row_of.values()) < 8
+
+
+def test_reads_not_yet_begun_when_their_reader_closes_still_come_to_an_end(store):
+    gate, buffers = threading.Event(), [direct_io.aligned_buffer(BLOCK) for _ in range(2)]
+    reader = store.open_reader(threads=1)
+    read = reader.read_into
+    reader.read_into = lambda block, buffer: (gate.wait(10), read(block, buffer))
+    _, queued = (reader.start([(block, buffer)]) for block, buffer in enumerate(buffers))
+    closer = threading.Thread(target=reader.close)
+    closer.start()
+    time.sleep(0.05)  # it now waits for the first read
+    gate.set()
+    closer.join(10)
+    ender = threading.Thread(target=queued.cancel, daemon=True)
+    ender.start()
+    ender.join(10)
+    assert not closer.is_alive() and not ender.is_alive(), "waiting for reads that were dropped would last for ever"
+
+
+def test_closing_a_stream_ends_it_at_once_in_every_python(store):
+    """Python 3.12.3 keeps the frame of a closed generator, and with it a generator inside that nobody closed."""
+    with ExpertCache(store, slots=TOP_K, ring=8) as cache:
+        ended, rows = [], cache.stream_rows
+
+        def watched(*arguments):
+            try:
+                yield from rows(*arguments)
+            finally:
+                ended.append(True)
+
+        cache.stream_rows = watched
+        stream = cache.stream(0, range(24))
+        next(stream)
+        stream.close()
+        assert ended == [True]
+        cache.lookup(0, [1])

@@ -1,5 +1,6 @@
 """Experts in RAM: a byte-budgeted LRU cache for decode and a ring for prompts, filled by direct reads."""
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -117,8 +118,10 @@ class ExpertCache:
         batch is read while the caller computes on this one; a batch's views are valid until the next is asked for.
         """
         views = self._views
-        for ids, rows in self.stream_rows(layer, experts, phase):
-            yield [(expert, views[row]) for expert, row in zip(ids, rows, strict=True)]
+        # Closed by name: Python 3.12.3 would keep the inner stream open until the outer one is forgotten.
+        with contextlib.closing(self.stream_rows(layer, experts, phase)) as batches:
+            for ids, rows in batches:
+                yield [(expert, views[row]) for expert, row in zip(ids, rows, strict=True)]
 
     def stream_rows(
         self, layer: int, experts: Sequence[int], phase: str = "prefill"

@@ -113,8 +113,9 @@ class BlockReader:
         return pending
 
     def close(self) -> None:
-        """Let the threads end and close the file. Closing twice is fine."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        """Let what was begun come to its end, then the threads, and close the file. Closing twice is fine."""
+        # Without cancel_futures: nobody is told of a task dropped from the queue, so who waits for it waits for ever.
+        self._pool.shutdown(wait=True)
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
