@@ -116,11 +116,8 @@ def _leaves(value: Any, where: str, path: str = "", depth: int = 0) -> Iterator[
 
 
 def _short(value: int) -> str:
-    return (
-        f"{value:,}"
-        if abs(value) < 10**15
-        else f"a number of {len(str(abs(value))) if abs(value) < 10**4000 else 'thousands of'} digits"
-    )
+    # Python refuses to print whole numbers of more than 4300 digits.
+    return f"{value:,}" if abs(value) < 10**15 else f"a number of {int(value.bit_length() * 0.30103) + 1} digits"
 
 
 def _model_type(raw: dict[str, Any], where: str) -> tuple[str, tuple[str, ...]]:

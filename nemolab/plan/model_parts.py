@@ -163,14 +163,16 @@ class _Parts:
         return any(value.dim() <= 2 and value.shape and value.shape[0] in scored for value in tensors)
 
     def _of_layer(self, layer: str, child: str, tensor: torch.Tensor) -> str:
-        for part, words in _MIXERS.items():
-            if re.search(words, child) and "norm" not in child:
-                return part
-        if "norm" in child or tensor.dim() <= 1:
-            return "norm"
-        if _MLP.search(child):
-            return "shared" if layer in self.moe_layers else "mlp"
-        return "other"
+        """By the name of the layer's attribute; where that is a word for all, such as mixer, by that of its class."""
+        for name in (child, type(self.modules.get(f"{layer}.{child}")).__name__.lower()):
+            if "norm" in name:
+                return "norm"
+            for part, words in _MIXERS.items():
+                if re.search(words, name):
+                    return part
+            if _MLP.search(name):
+                return "shared" if layer in self.moe_layers else "mlp"
+        return "norm" if tensor.dim() <= 1 else "other"
 
 
 def _text_roots(model: nn.Module, modules: dict[str, nn.Module]) -> list[str]:
