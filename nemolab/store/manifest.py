@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import stat
 import typing
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,6 +18,7 @@ from nemolab.units import PAGE_BYTES
 FORMAT = "nemolab-store"
 VERSION = 1
 EXPERT_FORMAT = "nvfp4"  # the one format that blocks have
+MOST_BLOCKS = 1 << 22  # full Super has 20,480; what grows with the count (checksums, global scales) stays small
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,8 @@ class Manifest:
             file.write((json.dumps(self.to_dict(), indent=1, ensure_ascii=False) + "\n").encode())
 
     @classmethod
-    def read(cls, folder: str | Path) -> "Manifest":
-        """Read and check it, and check the sizes of the files it names. Raises StoreError."""
+    def read(cls, folder: str | Path, check_sizes: bool = True) -> "Manifest":
+        """Read and check it, and check the sizes of the files it names unless told not to. Raises StoreError."""
         folder = Path(folder)
         path = folder / files.MANIFEST
         if not folder.is_dir():
@@ -89,7 +91,9 @@ class Manifest:
             manifest = cls.from_dict(read_json(path), path)
         except CheckpointError as problem:
             raise StoreError(str(problem)) from problem
-        manifest.check_sizes(folder)
+        problems = manifest.list_size_problems(folder) if check_sizes else []
+        if problems:
+            raise StoreError(f"{problems[0]}: repack it again")
         return manifest
 
     @classmethod
@@ -107,12 +111,23 @@ class Manifest:
             if not isinstance(value, kind) or (kind is int and (isinstance(value, bool) or value <= 0)):
                 raise StoreError(f"{where}: {known.name} is {value!r}; a {kind.__name__} was expected")
             values[known.name] = value
+        if values["layers"] * values["experts"] > MOST_BLOCKS:
+            raise StoreError(
+                f"{where}: {values['layers']:,} layers of {values['experts']:,} experts; a store has {MOST_BLOCKS:,} "
+                "blocks at most"
+            )
         for name, record in values["files"].items():
-            size = record.get("bytes") if isinstance(record, dict) else None
-            if Path(name).name != name or not isinstance(size, int) or size < 0:
+            sizes = record if isinstance(record, dict) else {"bytes": None}
+            # type() and not isinstance: True is no size.
+            sound = all(type(sizes.get(key, 0)) is int and sizes.get(key, 0) >= 0 for key in ("bytes", "crc32"))
+            if not _is_plain(name) or not sound or "bytes" not in sizes:
                 raise StoreError(f"{where}: files: {name!r}: {record!r}; a plain name with its bytes was expected")
+        _check_facts(values, where)
         if values["expert_format"] != EXPERT_FORMAT:
             raise StoreError(f"{where}: expert_format {values['expert_format']!r}; blocks hold {EXPERT_FORMAT} experts")
+        for name in (files.EXPERTS, files.GLOBALS, files.DENSE, files.CHECKSUMS):
+            if name not in values["files"]:
+                raise StoreError(f"{where}: {name} is not listed under files")
         manifest = cls(**values)
         expected = manifest.to_dict()
         for derived in ("page_bytes", "block_bytes", "payload_bytes", "planes"):
@@ -121,26 +136,57 @@ class Manifest:
                     f"{where}: {derived} is {raw.get(derived)!r}; the layout {manifest.layout} of experts "
                     f"{manifest.expert_inter} x {manifest.expert_in} needs {expected[derived]!r}"
                 )
+        stated = manifest.files[files.EXPERTS]["bytes"]
+        if stated != manifest.experts_bytes:
+            raise StoreError(
+                f"{where}: {files.EXPERTS} has {stated} bytes there; {manifest.blocks} blocks of "
+                f"{manifest.block_layout.block_bytes} take {manifest.experts_bytes}"
+            )
         return manifest
 
-    def check_sizes(self, folder: Path) -> None:
-        """Compare every file's size with the record. Raises StoreError naming the file."""
-        for name in (files.EXPERTS, files.GLOBALS, files.DENSE, files.CHECKSUMS):
-            if name not in self.files:
-                raise StoreError(f"{folder / files.MANIFEST}: {name} is not listed under files")
-        if self.files[files.EXPERTS]["bytes"] != self.experts_bytes:
-            raise StoreError(
-                f"{folder / files.MANIFEST}: {files.EXPERTS} has {self.files[files.EXPERTS]['bytes']} bytes there; "
-                f"{self.blocks} blocks of {self.block_layout.block_bytes} take {self.experts_bytes}"
-            )
+    def list_size_problems(self, folder: Path) -> list[str]:
+        """A line for every file that is missing, no regular file or of another size than recorded."""
+        problems = []
         for name, record in self.files.items():
-            path = folder / name
+            path, wanted = folder / name, record["bytes"]
             try:
-                found = path.stat().st_size
+                status = path.stat()
             except OSError:
-                raise StoreError(f"{path} is missing; the manifest lists it with {record['bytes']} bytes") from None
-            if found != record["bytes"]:
-                raise StoreError(f"{path} has {found} bytes, the manifest says {record['bytes']}: repack it again")
+                problems.append(f"{path} is missing; the manifest lists it with {wanted} bytes")
+                continue
+            if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for, a device read without end
+                problems.append(f"{path} is no regular file; the manifest lists it with {wanted} bytes")
+            elif status.st_size != wanted:
+                problems.append(f"{path} has {status.st_size} bytes, the manifest says {wanted}")
+        return problems
+
+
+def _is_plain(name: str) -> bool:
+    """A name within the folder: no path, no way up, nothing a file system or a terminal stumbles over."""
+    return name not in ("", ".", "..") and name.isprintable() and not {"/", "\\"} & set(name)
+
+
+def _check_facts(values: dict[str, Any], where: str | Path) -> None:
+    """What only `verify` and a comparison with the source look at, checked here so that they need not."""
+    source = values["source"]
+    facts = {
+        "dense_crc32": all(type(value) is int for value in values["dense_crc32"].values()),
+        "left_out": all(_are_names(names) for names in values["left_out"].values()),
+        "missing_small_files": _are_names(values["missing_small_files"]),
+        "source.files": _is_table(source.get("files"), dict),
+        "source.small_files": _is_table(source.get("small_files"), str),
+    }
+    for field_name, sound in facts.items():
+        if not sound:
+            raise StoreError(f"{where}: {field_name} is not of the form that repack writes")
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _is_table(value: Any, kind: type) -> bool:
+    return isinstance(value, dict) and all(isinstance(item, kind) for item in value.values())
 
 
 def _guess_why(folder: Path) -> str:

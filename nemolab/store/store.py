@@ -47,10 +47,13 @@ class Store:
         self.expert_shape = (manifest.expert_inter, manifest.expert_in)
 
     @classmethod
-    def open(cls, path: str | Path) -> Store:
-        """Open and check a store. Raises StoreError where the folder is none, or unfinished, or its sizes disagree."""
+    def open(cls, path: str | Path, check_sizes: bool = True) -> Store:
+        """Open and check a store. Raises StoreError where the folder is none, or unfinished, or its sizes disagree.
+
+        check_sizes  False: files of other sizes are found when they are read (`verify` lists all of them)
+        """
         path = Path(path).expanduser()
-        store = cls(path, Manifest.read(path))
+        store = cls(path, Manifest.read(path, check_sizes))
         try:
             config = store.config
         except CheckpointError as problem:
@@ -78,6 +81,13 @@ class Store:
             raise StoreError(f"{path}: weight_scale_2 F32 {list(shape)} was expected, {found} was found")
         values = np.empty(shape, np.float32)
         _read(path, entry.offset_bytes, values)
+        bad = np.argwhere(~(np.isfinite(values) & (values >= 0)))
+        if len(bad):
+            layer, expert, matrix = bad[0].tolist()
+            raise StoreError(
+                f"{path}: weight_scale_2 of layer {self.config.moe_layers[layer]}, expert {expert}, "
+                f"{('up', 'down')[matrix]} is {values[layer, expert, matrix]}; a finite factor >= 0 was expected"
+            )
         return values
 
     @cached_property

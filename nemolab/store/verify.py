@@ -1,7 +1,9 @@
 """Is a store what it should be? Byte for byte against its checkpoint, or against the checksums it was made with."""
 
+import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from nemolab.checkpoint import Checkpoint, ExpertBytes
-from nemolab.errors import StoreError
+from nemolab.errors import NemolabError, StoreError
 from nemolab.progress import Progress
 from nemolab.store import direct_io, files
 from nemolab.store.contents import fingerprint, sort_contents
@@ -18,6 +20,8 @@ from nemolab.store.reader import BlockReader
 from nemolab.store.store import Store
 
 WORKERS = 8
+_NPY_1_0 = b"\x93NUMPY\x01\x00"
+_NPY_HEADER = re.compile(r"\{'descr': '([^']{1,8})', 'fortran_order': (True|False), 'shape': \(([\d, ]{0,99})\), \}\s*")
 SAMPLE = 200  # experts compared with the source unless all are asked for
 
 
@@ -26,7 +30,7 @@ class VerifyResult:
     """What was looked at and what differs.
 
     checked     blocks (experts)
-    mismatches  blocks, dense tensors, global scales and small files that are not what they should be
+    mismatches  blocks, dense tensors, global scales and small files that are not what they should be or cannot be read
     details     one line for each, naming layer, expert and offset in the file
     """
 
@@ -48,9 +52,10 @@ def verify(
               (padding and global scales too), and so are every dense tensor and small file. Without it every block and
               file is re-read and compared with its checksum, `all` or not: that needs no choice, it runs at disk speed.
     progress  called with (blocks done, blocks in all)
+    What cannot be read is reported and the rest is looked at.
     Raises StoreError for what is no store, or one of another model; CheckpointError for a bad source.
     """
-    store = store if isinstance(store, Store) else Store.open(store)
+    store = store if isinstance(store, Store) else Store.open(store, check_sizes=False)
     if source is None:
         return _check_sums(store, progress)
     return _compare(store, Checkpoint.open(Path(source).expanduser()), all, progress)
@@ -91,18 +96,29 @@ def sample_blocks(blocks: int, wanted: int = SAMPLE) -> list[int]:
 
 
 def _check_sums(store: Store, progress: Progress | None) -> VerifyResult:
-    sums = _load_checksums(store)
+    details = store.manifest.list_size_problems(store.path)
+    sums = _load_checksums(store, details)
 
     def check(index: int, reader: BlockReader) -> str:
         found = files.crc32(_read_block(reader, index))
-        return "" if found == sums[index] else f"{_place(store, index)}: {_sum_differs(found, int(sums[index]))}"
+        if sums is None or found == sums[index]:
+            return ""
+        return f"{_place(store, index)}: {_sum_differs(found, int(sums[index]))}"
 
-    details = _check_blocks(store, range(store.manifest.blocks), check, progress)
+    checked = _check_blocks(store, range(store.manifest.blocks), check, details, progress)
     for name, record in store.manifest.files.items():
         recorded = record.get("crc32")
-        if recorded is not None and files.file_crc32(store.path / name) != recorded:
-            details += _find_damaged_tensors(store) if name == files.DENSE else [f"{name}: its checksum is another one"]
-    return VerifyResult(store.manifest.blocks, len(details), details)
+        if recorded is None or _has_other_size(store, name):
+            continue
+        with _reported(details):
+            if files.file_crc32(store.path / name) != recorded:
+                if name == files.DENSE:
+                    details += _find_damaged_tensors(store)
+                else:
+                    details.append(f"{name}: its checksum is another one")
+    with _reported(details):
+        store.globals  # noqa: B018  its values are judged when it is loaded
+    return VerifyResult(checked, len(details), details)
 
 
 def _compare(store: Store, checkpoint: Checkpoint, all: bool, progress: Progress | None) -> VerifyResult:
@@ -113,7 +129,11 @@ def _compare(store: Store, checkpoint: Checkpoint, all: bool, progress: Progress
             f"{store.path} holds {store.n_layers} MoE layers of {store.n_experts} experts {store.expert_shape}, "
             f"{checkpoint.path} has {shape[0]} of {shape[1]} experts {shape[2:]}: it is not its source"
         )
-    sums = _load_checksums(store)
+    details = store.manifest.list_size_problems(store.path)
+    sums = _load_checksums(store, details)
+    scales_2 = None
+    with _reported(details):
+        scales_2 = store.globals
 
     def check(index: int, reader: BlockReader) -> str:
         layer, expert = divmod(index, store.n_experts)
@@ -125,19 +145,23 @@ def _compare(store: Store, checkpoint: Checkpoint, all: bool, progress: Progress
             offset, words = difference
             return f"{place}, offset {index * store.block_bytes + offset} of {files.EXPERTS}: {words}"
         scales = np.float32([published.up_scale_2, published.down_scale_2])
-        if not np.array_equal(store.globals[layer, expert], scales):
-            return f"{place}: {files.GLOBALS} holds {store.globals[layer, expert]}, the source {scales}"
+        if scales_2 is not None and not np.array_equal(scales_2[layer, expert], scales):
+            return f"{place}: {files.GLOBALS} holds {scales_2[layer, expert]}, the source {scales}"
         found = files.crc32(block)
-        return "" if found == sums[index] else f"{place}: {_sum_differs(found, int(sums[index]))}, the bytes agree"
+        if sums is None or found == sums[index]:
+            return ""
+        return f"{place}: {_sum_differs(found, int(sums[index]))}, the bytes agree"
 
     blocks = range(store.manifest.blocks) if all else sample_blocks(store.manifest.blocks)
-    details = _check_blocks(store, blocks, check, progress)
-    details += _compare_dense(store, checkpoint)
+    checked = _check_blocks(store, blocks, check, details, progress)
+    with _reported(details):
+        details += _compare_dense(store, checkpoint)
     for name, path in checkpoint.small_files().items():
         copied = store.small_file(name)
-        if copied is None or copied.read_bytes() != path.read_bytes():
-            details.append(f"{name}: {'missing' if copied is None else 'another one'}, the source has it")
-    return VerifyResult(len(blocks), len(details), details)
+        with _reported(details):
+            if copied is None or copied.read_bytes() != path.read_bytes():
+                details.append(f"{name}: {'missing' if copied is None else 'another one'}, the source has it")
+    return VerifyResult(checked, len(details), details)
 
 
 def find_difference(layout: BlockLayout, block: np.ndarray, published: ExpertBytes) -> tuple[int, str] | None:
@@ -210,29 +234,64 @@ def _find_damaged_tensors(store: Store) -> list[str]:
     details = []
     for name, entry in store.dense_tensors.items():
         found = 0
-        for chunk in store.dense_chunks(name, files.CHUNK_BYTES):
-            found = files.crc32(chunk, found)
+        with _reported(details):
+            for chunk in store.dense_chunks(name, files.CHUNK_BYTES):
+                found = files.crc32(chunk, found)
         if found != store.manifest.dense_crc32.get(name):
             details.append(f"{files.DENSE}: {name} is damaged ({entry.nbytes} bytes at offset {entry.offset_bytes})")
     return details or [f"{files.DENSE}: every tensor's checksum is right, the file's is not: its header is damaged"]
 
 
 def _check_blocks(
-    store: Store, blocks: Sequence[int], check: Callable[[int, BlockReader], str], progress: Progress | None
-) -> list[str]:
-    """Run `check` on each block, several at a time; what it found, in the order of the blocks."""
-    details = []
-    pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="nemolab-verify")
-    with store.open_reader(threads=1, announce=lambda line: None) as reader:
+    store: Store,
+    blocks: Sequence[int],
+    check: Callable[[int, BlockReader], str],
+    details: list[str],
+    progress: Progress | None,
+) -> int:
+    """Run `check` on each block, several at a time; adds what it found in the order of the blocks, or why it could not
+    look. Returns how many were looked at: none where experts.bin cannot be opened.
+    """
+
+    def look(index: int, reader: BlockReader) -> str:
         try:
-            for number, detail in enumerate(pool.map(check, blocks, itertools.repeat(reader)), start=1):
+            return check(index, reader)
+        except NemolabError as problem:
+            return f"{_place(store, index)}: {problem}"
+
+    try:
+        reader = store.open_reader(threads=1, announce=lambda line: None)
+    except StoreError as problem:
+        details.append(str(problem))
+        return 0
+    pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="nemolab-verify")
+    with reader:
+        try:
+            for number, detail in enumerate(pool.map(look, blocks, itertools.repeat(reader)), start=1):
                 if detail:
                     details.append(detail)
                 if progress is not None:
                     progress(number, len(blocks))
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-    return details
+    return len(blocks)
+
+
+@contextlib.contextmanager
+def _reported(details: list[str]) -> Iterator[None]:
+    """What cannot be read becomes a line, and the rest is looked at."""
+    try:
+        yield
+    except NemolabError as problem:
+        details.append(str(problem))
+    except OSError as problem:
+        details.append(f"{problem.filename or 'a file'}: cannot be read ({problem.strerror or problem})")
+
+
+def _has_other_size(store: Store, name: str) -> bool:
+    """Whether a file is missing or of another size, which has been said."""
+    path = store.path / name
+    return not path.is_file() or path.stat().st_size != store.manifest.files[name]["bytes"]
 
 
 def _read_block(reader: BlockReader, index: int) -> np.ndarray:
@@ -241,18 +300,24 @@ def _read_block(reader: BlockReader, index: int) -> np.ndarray:
     return block
 
 
-def _load_checksums(store: Store) -> np.ndarray:
+def _load_checksums(store: Store, details: list[str]) -> np.ndarray | None:
+    """checksums.npy, uint32 [blocks]; None, and a line in `details`, where it is something else."""
     path, blocks = store.path / files.CHECKSUMS, store.manifest.blocks
+    if _has_other_size(store, files.CHECKSUMS):
+        return None
     try:
         with open(path, "rb") as file:
-            # The header is judged before anything is allocated on its word.
-            np.lib.format.read_magic(file)
-            shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-            if (shape, dtype) == ((blocks,), np.uint32):
+            # The header is read as text and judged before anything is allocated on its word; nothing is unpickled.
+            start = file.read(len(_NPY_1_0) + 2)
+            header = file.read(int.from_bytes(start[-2:], "little")).decode("latin1")
+            found = _NPY_HEADER.fullmatch(header) if start.startswith(_NPY_1_0) else None
+            if found and found.groups() == ("<u4", "False", f"{blocks},"):
                 return np.frombuffer(file.read(4 * blocks), np.uint32, blocks)
+        what = f"holds {found[1]!r} ({found[3]})" if found else "is no array as repack writes it"
+        details.append(f"{path} {what}; '<u4' ({blocks},) was expected")
     except (OSError, ValueError) as problem:
-        raise StoreError(f"{path}: not a readable array ({problem})") from problem
-    raise StoreError(f"{path}: {dtype} {list(shape)}; uint32 [{blocks}] was expected")
+        details.append(f"{path}: cannot be read ({problem})")
+    return None
 
 
 def _place(store: Store, index: int) -> str:
