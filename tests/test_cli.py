@@ -47,7 +47,7 @@ def assert_one_line(err: str, *words: str) -> None:
 def test_help_lists_every_verb(call):
     code, out, err = call("--help")
     assert code == 0 and not err
-    for name in ("plan", "inventory", "repack", "verify", "compare", "chat", "run", "lab", "bench"):
+    for name in ("doctor", "plan", "inventory", "repack", "verify", "compare", "chat", "run", "lab", "bench"):
         assert name in VERBS and f"\n  {name} " in out
 
 
