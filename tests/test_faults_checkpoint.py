@@ -73,7 +73,7 @@ def spoil(tmp_path):
 # --- tensors that are missing, extra, renamed, doubled
 
 
-@pytest.mark.parametrize(("form", "name"), each())
+@pytest.mark.parametrize(("form", "name"), some(each(), 2))
 def test_a_missing_tensor_of_any_kind_is_named(spoil, form, name):
     folder = spoil(form)
     drop_tensor(folder, name)
@@ -81,7 +81,7 @@ def test_a_missing_tensor_of_any_kind_is_named(spoil, form, name):
     assert f"{name} is missing" in message and ("file" in message or ".safetensors" in message)
 
 
-@pytest.mark.parametrize(("form", "name"), some(each(), 3))
+@pytest.mark.parametrize(("form", "name"), some(each(), 5))
 def test_a_renamed_tensor_of_any_kind_is_named(spoil, form, name):
     folder = spoil(form)
     edit_tensors(folder, lambda each_name, tensor: {each_name + "s" if each_name == name else each_name: tensor})
@@ -89,7 +89,7 @@ def test_a_renamed_tensor_of_any_kind_is_named(spoil, form, name):
     assert f"{name}s in " in message and "unknown tensor" in message and ".safetensors" in message
 
 
-@pytest.mark.parametrize(("form", "name"), some(each()))
+@pytest.mark.parametrize(("form", "name"), some(each(), 12))
 def test_both_commands_refuse_what_is_missing_and_what_is_renamed(spoil, form, name):
     folder = spoil(form)
     drop_tensor(folder, name)
@@ -172,7 +172,7 @@ SAME_WIDTH = {
     ("form", "name", "dtype"),
     [
         (form, name, others[number % len(others)])
-        for number, (form, name) in enumerate(some(each(), 2))
+        for number, (form, name) in enumerate(some(each(), 3))
         if (others := SAME_WIDTH[stored(form)[name][1]])
     ],
 )
@@ -184,7 +184,7 @@ def test_another_dtype_of_the_same_bytes_is_refused(spoil, form, name, dtype):
     assert owner in message and ".safetensors" in message and dtype in message, message
 
 
-@pytest.mark.parametrize(("form", "name"), [pair for pair in some(each(), 2) if stored(pair[0])[pair[1]][2]])
+@pytest.mark.parametrize(("form", "name"), [pair for pair in some(each(), 3) if stored(pair[0])[pair[1]][2]])
 def test_another_shape_of_the_same_bytes_is_refused_with_both_shapes(spoil, form, name):
     shape = stored(form)[name][2]
     turned = shape[::-1] if shape[::-1] != shape else (1, *shape) if len(name) % 2 else (math.prod(shape),)
@@ -197,7 +197,7 @@ def test_another_shape_of_the_same_bytes_is_refused_with_both_shapes(spoil, form
     assert str(list(turned)) in message
 
 
-@pytest.mark.parametrize(("form", "name"), some(each(), 3))
+@pytest.mark.parametrize(("form", "name"), some(each(), 4))
 def test_a_tensor_one_short_or_one_long_is_refused(spoil, form, name):
     if stored(form)[name][2] == ():
         change = lambda tensor: tensor.reshape(1).repeat(2)  # noqa: E731  a scalar of two elements
@@ -237,7 +237,7 @@ def test_block_scales_of_every_other_layout_are_refused_by_what_they_are(spoil, 
     change, words = SCALE_LAYOUTS[case]
     names = [name for name in kinds(form, False, "F8_E4M3", ".weight_scale")]
     assert len(names) >= 4
-    for name in names:
+    for name in names[len(case) % 2 :: 2]:
         folder = spoil(form)
         edit_tensors(folder, lambda n, t, name=name: {n: change(t).contiguous() if n == name else t})
         message = refusal(folder)
@@ -256,9 +256,9 @@ SCALARS = {
 @pytest.mark.parametrize("case", SCALARS)
 @pytest.mark.parametrize("form", FORMS)
 def test_scalars_of_every_other_form_are_refused(spoil, case, form):
-    for name in kinds(form, False, "F32"):
-        if not name.endswith(("weight_scale", "weight_scale_2", "k_scale", "v_scale")):
-            continue
+    endings = ("weight_scale", "weight_scale_2") + (("k_scale", "v_scale") if case != "empty" else ())
+    names = [name for name in kinds(form, False, "F32") if name.endswith(endings)]
+    for name in names[len(case) % 3 :: 3]:  # each kind of module in one case or another
         folder = spoil(form)
         edit_tensors(folder, lambda n, t, name=name: {n: SCALARS[case](t) if n == name else t})
         message = refusal(folder)
@@ -334,8 +334,10 @@ def test_an_impossible_factor_of_any_module_is_named(spoil, form, name):
     assert_refused(folder, f"{name} in ", f"is {shown[raw]}; a finite factor >= 0 was expected", plan=False)
 
 
-@pytest.mark.parametrize(("byte", "what"), [(0x7F, "NaN"), (0xFF, "NaN"), (0x81, "negative"), (0xFE, "negative")])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "byte", "what"),
+    [("super", 0xFF, "NaN"), ("nano", 0x7F, "NaN"), ("vl", 0xFE, "negative"), ("super", 0x81, "negative")],
+)
 def test_unusable_block_scales_of_any_module_are_found_with_their_place(spoil, form, byte, what):
     for name in kinds(form, True, "F8_E4M3", ".weight_scale"):
         columns = stored(form)[name][2][1]
@@ -486,7 +488,7 @@ def test_a_size_that_is_missing_is_named_not_guessed(spoil, field, edit):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [(field, NOT_SIZES[n % len(NOT_SIZES)]) for n, field in enumerate(SIZE_FIELDS * 3)]
+    ("field", "value"), [(field, NOT_SIZES[n % len(NOT_SIZES)]) for n, field in enumerate(SIZE_FIELDS * 2)]
 )
 def test_a_size_that_is_none_is_refused_with_the_field_and_what_was_found(spoil, field, value):
     folder = spoil()
