@@ -45,7 +45,7 @@ def test_a_policy_decides_as_its_twin(name, batches, sizes, capacity):
     assert replay(lookups, name, budget_bytes=capacity).outcome.tolist() == outcome
 
 
-@pytest.mark.parametrize("name", TWINS)
+@pytest.mark.parametrize("name", ["lru", "lfu", "s3fifo", "belady", "static"])
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), batches=batches, sizes=small_sizes, capacity=st.integers(0, 40), depth=st.integers(1, 4))
 def test_a_policy_decides_as_its_twin_with_prompts_and_prefetch(name, data, batches, sizes, capacity, depth):
@@ -71,10 +71,15 @@ def test_the_twins_can_fail():
         assert tuple(replay(from_batches(batches, n_keys=KEYS), name, slots=6).outcome) == seen[name]
 
 
-ONLINE = [name for name, policy in POLICIES.items() if not policy.future]
+LIVE = [
+    "lru",
+    "lfu",
+    "s3fifo",
+    "random",
+]  # the doors from Python are compiled anew for each: four show that they are doors
 
 
-@pytest.mark.parametrize("name", ONLINE)
+@pytest.mark.parametrize("name", LIVE)
 def test_a_live_cache_decides_as_the_replay(name):
     """Batch by batch from Python, and all at once: the same compiled rules, so the same misses, reads and waste."""
     rng = np.random.default_rng(3)
@@ -158,7 +163,7 @@ def test_the_running_batch_is_spared_while_another_can_go():
     assert done[:3] == ([1], [9, 8, 7], [2, 3, 4])
 
 
-@pytest.mark.parametrize("name", ONLINE)
+@pytest.mark.parametrize("name", LIVE)
 def test_a_batch_larger_than_the_budget_loses_its_own_oldest_at_its_end(name):
     cache = Cache(10, 3, 1, policy=POLICIES[name])
     cache.batch([0])
@@ -166,7 +171,7 @@ def test_a_batch_larger_than_the_budget_loses_its_own_oldest_at_its_end(name):
     assert sorted(cache) == [3, 4, 5]
 
 
-@pytest.mark.parametrize("name", ONLINE)
+@pytest.mark.parametrize("name", LIVE)
 def test_nothing_stays_in_a_cache_of_nothing(name):
     cache = Cache(3, 0, 1, policy=POLICIES[name])
     for _ in range(3):

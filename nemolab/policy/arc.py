@@ -62,7 +62,7 @@ def _join_list(state, key, where):
 
 @jit
 def _forget_oldest(state, ghost):
-    key = np.int64(oldest(state.links, state.first_sentinel + ghost))
+    key = oldest(state.links, state.first_sentinel + ghost)
     _leave_list(state, key)
     state.where[key] = NOWHERE
 
@@ -89,8 +89,8 @@ def meet(state, key, held):
 
 def choose(state, entries, stamp):
     numbers = state.numbers
-    once = np.int64(oldest_unmarked(state.links, state.first_sentinel + ONCE, entries, stamp))
-    again = np.int64(oldest_unmarked(state.links, state.first_sentinel + AGAIN, entries, stamp))
+    once = oldest_unmarked(state.links, state.first_sentinel + ONCE, entries, stamp)
+    again = oldest_unmarked(state.links, state.first_sentinel + AGAIN, entries, stamp)
     if once < 0:
         return again
     if again < 0:

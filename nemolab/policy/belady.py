@@ -57,7 +57,7 @@ def meet(state, key, held):
 
 
 def choose(state, entries, stamp):
-    return np.int64(lowest_unmarked(state.heap, entries, stamp))
+    return lowest_unmarked(state.heap, entries, stamp)
 
 
 def remove(state, key):

@@ -146,20 +146,21 @@ def _list_oldest_first(links: Links, sentinel: int) -> list[int]:
     return keys
 
 
-# The doors from Python into the rules: each compiled once a policy, called once a batch.
+# The doors from Python into the rules: each compiled once a policy, called once a batch. (A bare 0 would be a type of
+# its own to numba, which would compile the rules again for it.)
 
 
 @jit
 def _look_up_once(core, state, keys, outcome):
-    look_up(core, state, keys, 0, len(keys), outcome)
+    look_up(core, state, keys, np.int64(0), len(keys), outcome)
 
 
 @jit
 def _look_up_passing_once(core, state, keys, outcome):
-    look_up_passing(core, keys, 0, len(keys), outcome)
-    pass_by(state, core.entries, keys, 0, len(keys))
+    look_up_passing(core, keys, np.int64(0), len(keys), outcome)
+    pass_by(state, core.entries, keys, np.int64(0), len(keys))
 
 
 @jit
 def _issue_once(core, state, guesses):
-    issue(core, state, guesses, len(guesses), 0)
+    issue(core, state, guesses, len(guesses), np.int64(0))

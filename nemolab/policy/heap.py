@@ -39,7 +39,7 @@ def _rise(heap, place, key, rank):
         above = (place - 1) >> 1
         if heap.ranks[above] <= rank:
             break
-        _put(heap, place, heap.keys[above], heap.ranks[above])
+        _put(heap, place, np.int64(heap.keys[above]), heap.ranks[above])
         place = above
     _put(heap, place, key, rank)
 
@@ -56,7 +56,7 @@ def _sink(heap, place, key, rank):
             below += 1
         if rank <= heap.ranks[below]:
             break
-        _put(heap, place, heap.keys[below], heap.ranks[below])
+        _put(heap, place, np.int64(heap.keys[below]), heap.ranks[below])
         place = below
     _put(heap, place, key, rank)
 
@@ -72,7 +72,7 @@ def push(heap, key, rank):
 @jit
 def rerank(heap, key, rank):
     """`key`, in the heap, gets another rank."""
-    place = heap.where[key]
+    place = np.int64(heap.where[key])
     if rank < heap.ranks[place]:
         _rise(heap, place, key, rank)
     else:
@@ -82,13 +82,13 @@ def rerank(heap, key, rank):
 @jit
 def take_out(heap, key):
     """`key` leaves, wherever it stands."""
-    place = heap.where[key]
+    place = np.int64(heap.where[key])
     rank = heap.ranks[place]
     heap.size[0] -= 1
     last = heap.size[0]
     if place == last:
         return
-    key, last_rank = heap.keys[last], heap.ranks[last]
+    key, last_rank = np.int64(heap.keys[last]), heap.ranks[last]
     if last_rank < rank:
         _rise(heap, place, key, last_rank)
     else:
@@ -100,11 +100,11 @@ def lowest_unmarked(heap, entries, stamp):
     """The key of lowest rank whose mark is not `stamp`; there is one."""
     n_aside = 0
     while entries[heap.keys[0]].mark == stamp:
-        key = heap.keys[0]
+        key = np.int64(heap.keys[0])
         heap.aside[n_aside], heap.aside_ranks[n_aside] = key, heap.ranks[0]
         n_aside += 1
         take_out(heap, key)
-    lowest = heap.keys[0]
+    lowest = np.int64(heap.keys[0])
     for number in range(n_aside):
-        push(heap, heap.aside[number], heap.aside_ranks[number])
+        push(heap, np.int64(heap.aside[number]), heap.aside_ranks[number])
     return lowest

@@ -45,19 +45,14 @@ def unlink(links, key):
 @jit
 def oldest_unmarked(links, sentinel, entries, stamp):
     """The oldest key of a list whose mark is not `stamp`, or -1."""
-    key = links.newer[sentinel]
+    key = np.int64(links.newer[sentinel])
     while key != sentinel and entries[key].mark == stamp:
-        key = links.newer[key]
+        key = np.int64(links.newer[key])
     return -1 if key == sentinel else key
 
 
 @jit
 def oldest(links, sentinel):
     """The oldest key of a list, or -1."""
-    key = links.newer[sentinel]
+    key = np.int64(links.newer[sentinel])
     return -1 if key == sentinel else key
-
-
-@jit
-def is_empty(links, sentinel):
-    return links.newer[sentinel] == sentinel

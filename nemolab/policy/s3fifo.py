@@ -79,7 +79,7 @@ def choose(state, entries, stamp):
     from_main = numbers[MAIN] > state.limits[MAIN] or numbers[SMALL] == 0
     while True:
         if from_main:
-            key = np.int64(oldest_unmarked(links, first_sentinel + MAIN, entries, stamp))
+            key = oldest_unmarked(links, first_sentinel + MAIN, entries, stamp)
             if key < 0:
                 from_main = False
             elif state.uses[key] == 0:
@@ -89,7 +89,7 @@ def choose(state, entries, stamp):
                 unlink(links, key)
                 append(links, first_sentinel + MAIN, key)
         else:
-            key = np.int64(oldest_unmarked(links, first_sentinel + SMALL, entries, stamp))
+            key = oldest_unmarked(links, first_sentinel + SMALL, entries, stamp)
             if key < 0:
                 from_main = True
             elif state.uses[key] < USES_TO_MOVE:
@@ -106,7 +106,7 @@ def remove(state, key):
     state.where[key] = NOWHERE
     if was_small and state.size_bytes[key] <= state.limits[GHOST]:
         while state.numbers[GHOST] + state.size_bytes[key] > state.limits[GHOST]:
-            forgotten = np.int64(oldest(state.links, state.first_sentinel + GHOST))
+            forgotten = oldest(state.links, state.first_sentinel + GHOST)
             _leave_list(state, forgotten)
             state.where[forgotten] = NOWHERE
         _join_list(state, key, GHOST)

@@ -59,7 +59,7 @@ def meet(state, key, held):
 
 def choose(state, entries, stamp):
     for segment in range(SEGMENTS):
-        key = np.int64(oldest_unmarked(state.links, state.first_sentinel + segment, entries, stamp))
+        key = oldest_unmarked(state.links, state.first_sentinel + segment, entries, stamp)
         if key >= 0:
             return key
     return np.int64(-1)
@@ -76,7 +76,7 @@ def place(state, key, how, at):
         _join_segment(state, key, segment)
         while segment > 0:
             while state.used[segment] > state.limit:
-                cooled = np.int64(oldest(state.links, state.first_sentinel + segment))
+                cooled = oldest(state.links, state.first_sentinel + segment)
                 _leave_segment(state, cooled)
                 _join_segment(state, cooled, segment - 1)
             segment -= 1
