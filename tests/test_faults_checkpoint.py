@@ -444,6 +444,24 @@ def test_weights_that_say_nothing_about_the_order_are_let_through(kind):
     check_order(packed, scales, "x")
 
 
+# --- what is not run is checked in itself
+
+
+@pytest.mark.parametrize("part", ["mtp.layers.1.mixer.experts.3.up_proj", "vision_model.radio_model.x"])
+@pytest.mark.parametrize("missing", ["weight_scale", "weight_scale_2", "weight"])
+def test_half_a_quantised_module_of_mtp_or_the_tower_is_refused(spoil, part, missing):
+    folder = spoil("vl")
+    name = f"language_model.{part}" if part.startswith("mtp") else part
+    packed, scales, factor = encode_nvfp4(torch.randn(96, 64))
+    whole = {"weight": packed, "weight_scale": scales, "weight_scale_2": factor.reshape(())}
+    for suffix, tensor in whole.items():
+        if f"{name}.{suffix}" not in stored("vl"):
+            add_tensor(folder, f"{name}.{suffix}", tensor)
+    Checkpoint.open(folder)
+    drop_tensor(folder, f"{name}.{missing}")
+    assert_refused(folder, f"{name}.{missing} is missing")
+
+
 # --- experts that are not alike
 
 

@@ -5,8 +5,10 @@ From a folder to modules, in the order it happens:
     shards, safetensors_header    index and files -> where each tensor lies (reading, json_files below them)
     names                         stored names -> canonical names
     structure, modules            what the config promises, what the tensors are: one Module each, with its format
+    foreign                       other people's quantised forms, by their names, to be refused as what they are
     quant_metadata                what the metadata claims, compared with that
-    checkpoint, inventory         all of it together: Checkpoint; as a table: Inventory
+    values                        what only the bytes can show: NaN, impossible factors, scales in another order
+    checkpoint, inventory         all of it together: Checkpoint; as a table, every byte with its verdict: Inventory
     formats, torch_dtypes         what the bytes mean
 """
 

@@ -61,11 +61,7 @@ class Inventory:
             for suffix, entry in module.tensors.items()
         ]
         judged = {name for _, _, name, _ in rows}
-        rows += [
-            (REPORTED, "empty", name, entry.nbytes)
-            for name, entry in self.tensors.items()
-            if name not in judged
-        ]
+        rows += [(REPORTED, "empty", name, entry.nbytes) for name, entry in self.tensors.items() if name not in judged]
         frame = pd.DataFrame(rows, columns=["verdict", "reason", "tensor", "bytes"])
         grouped = frame.groupby(["verdict", "reason"])
         summed = grouped.agg(tensors=("tensor", "size"), bytes=("bytes", "sum"))
