@@ -16,6 +16,7 @@ from nemolab.paths import configs_folder
 from nemolab.plan import compare_families, family_configs, plan
 from nemolab.plan.any_model import plan_any
 from nemolab.plan.comparison import _family_plan
+from nemolab.plan.survey import survey
 
 FAMILIES = [path.stem for path in family_configs()]
 PUBLISHED = {name: read_json(configs_folder() / f"{name}.json")["nemolab"]["published"] for name in FAMILIES}
@@ -362,6 +363,23 @@ def test_formats_a_config_states(stated, expert_format, q_proj):
         assert any("'gptq', which is not read" in line for line in one.assumptions)
 
 
+def test_formats_may_lie_beside_the_config(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    stated = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(stated))
+    one = plan(tmp_path / "config.json")
+    assert one.experts_as == "nvfp4" and any("hf_quant_config.json beside" in line for line in one.assumptions)
+    assert {share.format for share in one.split if share.part == "head"} == {"bf16"}
+
+
+def test_experts_for_pictures_are_no_part_of_a_token():
+    sizes = {"num_hidden_layers": 2, "vocab_size": 128, "moe_intermediate_size": [32, 16]}
+    one = plan_of({"model_type": "ernie4_5_vl_moe_text"} | sizes)
+    assert {group.matrices[0] for group in one.groups} == {(32, 2560)}
+    pictures = [share for share in one.split if (share.part, share.module) == ("vision", "experts")]
+    assert [share.bytes for share in pictures] == [one.moe_layers * 64 * 3 * 2560 * 16 * 2]
+
+
 def test_int4_counts_a_bf16_scale_for_each_group():
     groups = {"a": {"weights": {"type": "int", "num_bits": 4, "group_size": 32}}}
     stated = {"quant_method": "compressed-tensors", "config_groups": groups}
@@ -502,3 +520,8 @@ def test_a_folder_of_another_family_is_sent_to_its_config(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"tensors of a qwen3_moe are not read.*config\.json"):
         plan(tmp_path)
+
+
+def test_the_survey_says_what_each_family_is():
+    found = {model_type: kind for model_type, kind, _ in survey(["olmoe", "llama", "nobody"])}
+    assert found == {"olmoe": "experts", "llama": "dense", "nobody": "failed"}

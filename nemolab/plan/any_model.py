@@ -11,7 +11,7 @@ from nemolab.paths import shown
 from nemolab.plan.expert_finder import Candidate, RoutedExperts, find_experts
 from nemolab.plan.facts import plan_facts, read_expert_facts, stated_top_k
 from nemolab.plan.meta_model import build_model
-from nemolab.plan.model_parts import Weight, list_weights, text_config
+from nemolab.plan.model_parts import Weight, ask, list_weights, text_config
 from nemolab.plan.quantization import Quantization, read_quantization
 from nemolab.plan.result import ROUTED, ExpertGroup, Plan, ReadOfEmbeddings, assemble
 from nemolab.plan.weight_formats import NOT_QUANTISED, OFFERED, fits, matrix_scalar_bytes, weight_bytes
@@ -30,12 +30,14 @@ def plan_any(
     name: str,
     experts_as: str | None = None,
     dense_as: str | None = None,
+    beside: dict[str, Any] | None = None,
 ) -> Plan:
     """Count a parsed config.json of any family: built without weights, counted by module.
 
     name        what the model is called
     experts_as  format of the routed experts; default: what the config states, else its dtype
     dense_as    format of the linear layers that are no experts, but routers; default likewise
+    beside      the hf_quant_config.json that lay beside the config, parsed: read where the config states no formats
 
     Raises CheckpointError where transformers cannot build the model, or where nobody can see what an expert is.
     """
@@ -47,11 +49,15 @@ def plan_any(
     built = build_model(raw, where)
     routed, unseen = find_experts(built.model, _widths(built.model), stated_top_k(raw, where))
     weights, undescribed = _described(list_weights(built.model, routed), raw)
-    routed = [found for found in routed if not _is_aside(found, built.model)]
+    aside = [found for found in routed if _part_aside(found)]
+    routed = [found for found in routed if not _part_aside(found)]
     if not routed:
         _refuse_unseen(unseen, where)
-    formats = _Formats(raw, shown(where), experts_as, dense_as)
+    formats = _Formats(raw, shown(where), experts_as, dense_as, beside)
     groups, split, scalars = _count_experts(routed, formats, where)
+    for found in aside:
+        (group,), _, _ = _count_experts([found], formats, where)
+        split[_part_aside(found), "experts", group.format] += group.experts * group.expert_bytes
     params: Counter[str] = Counter()
     for weight in weights:
         format = formats.of(weight)
@@ -83,9 +89,16 @@ def plan_any(
 class _Formats:
     """Which format each tensor is counted in: the one asked for, else the config's, else its dtype."""
 
-    def __init__(self, raw: dict[str, Any], where: str, experts_as: str | None, dense_as: str | None):
-        self.where, self.experts_as, self.dense_as = where, experts_as, dense_as
-        self.stated: Quantization = read_quantization(raw, where)
+    def __init__(
+        self,
+        raw: dict[str, Any],
+        where: str,
+        experts_as: str | None,
+        dense_as: str | None,
+        beside: dict[str, Any] | None,
+    ):
+        self.experts_as, self.dense_as = experts_as, dense_as
+        self.stated: Quantization = read_quantization(raw, where, beside)
         stored = next((part[key] for part in _dicts(raw) for key in ("dtype", "torch_dtype") if part.get(key)), None)
         self.plain = _PLAIN_OF.get(str(stored), "bf16")
         self.said_plain = str(stored) in _PLAIN_OF
@@ -133,8 +146,8 @@ class _Formats:
 
 def _widths(model: nn.Module) -> tuple[int, ...]:
     """Widths a hidden state may have: what the text's config says, then the columns of the embedding tables."""
-    tables = [model.get_input_embeddings()] if hasattr(model, "get_input_embeddings") else []
-    columns = [table.weight.shape[1] for table in tables if getattr(table, "weight", None) is not None]
+    weight = getattr(ask(model, "get_input_embeddings"), "weight", None)
+    columns = [weight.shape[1]] if weight is not None and weight.dim() == 2 else []
     said = getattr(text_config(model), "hidden_size", None)
     return tuple(dict.fromkeys([*([said] if isinstance(said, int) and said > 0 else []), *columns]))
 
@@ -149,9 +162,11 @@ def _described(weights: list[Weight], raw: dict[str, Any]) -> tuple[list[Weight]
     return kept, ("only the language model is counted: the config does not describe the rest",)
 
 
-def _is_aside(found: RoutedExperts, model: nn.Module) -> bool:
-    """Experts for pictures or in a sub-model that is not the text's: a token of text reads none of them."""
-    return bool(re.search(r"(^|[._])(vision|visual|image|audio)", found.candidate.name))
+def _part_aside(found: RoutedExperts) -> str | None:
+    """The part that experts belong to which no token of text reads: those for pictures, and those of an MTP layer."""
+    if re.search(r"(^|[._])(vision|visual|image|audio)", found.candidate.name):
+        return "vision"
+    return "mtp" if re.search(r"(^|[._])(mtp|nextn)", found.candidate.name) else None
 
 
 def _refuse_unseen(unseen: list[Candidate], where: str) -> None:

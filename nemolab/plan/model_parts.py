@@ -111,7 +111,7 @@ class _Parts:
         import torch
 
         self.modules = modules
-        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        head = ask(model, "get_output_embeddings")
         self.head = {name for name, module in modules.items() if module is head}
         self.embeddings = {name for name, module in modules.items() if isinstance(module, torch.nn.Embedding)}
         self.texts = _text_roots(model, modules)
@@ -177,8 +177,7 @@ class _Parts:
 
 def _text_roots(model: nn.Module, modules: dict[str, nn.Module]) -> list[str]:
     """Names of the sub-models whose config is the text part of a multimodal one; none: all of it is text."""
-    config = model.config
-    text = config.get_text_config(decoder=True)
+    config, text = model.config, text_config(model)
     if text is config:
         return []
     return [name for name, module in modules.items() if name and getattr(module, "config", None) is text]
@@ -191,5 +190,16 @@ def _layer_of(name: str) -> str | None:
 
 
 def text_config(model: nn.Module) -> Any:
-    """The config of the language model."""
-    return model.config.get_text_config(decoder=True)
+    """The config of the language model; that of the whole where it is not one alone."""
+    try:
+        return model.config.get_text_config(decoder=True)
+    except Exception:  # more than one text config, or a config that has no such notion
+        return model.config
+
+
+def ask(model: nn.Module, method: str) -> nn.Module | None:
+    """What a model says of itself; None where it has no answer, which some say by an error."""
+    try:
+        return getattr(model, method)()
+    except Exception:
+        return None

@@ -7,9 +7,10 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nemolab.checkpoint.config import NESTED_KEYS, ModelConfig
+from nemolab.checkpoint.config import CONFIG_FILE, NESTED_KEYS, ModelConfig
 from nemolab.checkpoint.formats import matrix_bytes
 from nemolab.checkpoint.json_files import read_json
+from nemolab.checkpoint.quant_metadata import HF_QUANT_FILE
 from nemolab.checkpoint.structure import EMBEDDINGS
 from nemolab.errors import CheckpointError, UsageError
 from nemolab.paths import shown
@@ -50,7 +51,9 @@ def _plan_other(raw: dict, path: Path, experts_as: str | None, dense_as: str | N
     # Imported here: building a model takes torch and transformers, counting the family's own configs takes neither.
     from nemolab.plan.any_model import plan_any
 
-    return plan_any(raw, str(path), name=_name_of(raw, path), experts_as=experts_as, dense_as=dense_as)
+    file = path.with_name(HF_QUANT_FILE)
+    beside = read_json(file) if path.name == CONFIG_FILE and file.is_file() else None
+    return plan_any(raw, str(path), name=_name_of(raw, path), experts_as=experts_as, dense_as=dense_as, beside=beside)
 
 
 def is_of_family(raw: dict) -> bool:

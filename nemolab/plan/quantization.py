@@ -13,6 +13,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from nemolab.checkpoint.quant_metadata import HF_QUANT_FILE
 from nemolab.errors import CheckpointError
 
 _MODELOPT = {"NVFP4": "nvfp4", "W4A16_NVFP4": "nvfp4", "FP8": "fp8", "W4A8_MXFP4_FP8": "mxfp4", "MXFP4": "mxfp4"}
@@ -57,13 +58,16 @@ class Quantization:
         return any(pattern.search(name) for pattern in self.excluded for name in names)
 
 
-def read_quantization(raw: dict[str, Any], where: str) -> Quantization:
-    """The formats a config states. Raises CheckpointError naming the field where it is no object of the kind."""
+def read_quantization(raw: dict[str, Any], where: str, beside: dict[str, Any] | None = None) -> Quantization:
+    """The formats a config states, else those of the hf_quant_config.json beside it.
+
+    Raises CheckpointError naming the field where it is no object of the kind.
+    """
     found = next(iter(_stated(raw)), None)
-    if found is None:
+    if found is None and beside is None:
         return Quantization(f"{where} states no quantisation")
-    key, stated = found
-    where = f"{where}: {key}"
+    key, stated = found or (HF_QUANT_FILE, beside.get("quantization", beside))
+    where = f"{where}: {key}" if found else f"{HF_QUANT_FILE} beside {where}"
     if not isinstance(stated, dict):
         raise CheckpointError(f"{where} is a {type(stated).__name__}; an object was expected")
     method = str(stated.get("quant_method") or ("modelopt" if "quant_algo" in stated else "")).lower()
