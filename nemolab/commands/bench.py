@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import click
 
-from nemolab.commands.verb import Answer, checkpoint_argument, table, verb
+from nemolab.commands.verb import Answer, FiniteRange, PathName, checkpoint_argument, table, verb
 
 
 @click.group("bench")
@@ -18,6 +18,7 @@ def bench():
     Examples:
       nemolab bench decode
       nemolab bench expert --active 0.075 --record --json
+      nemolab bench repack --folder /nvme
     """
 
 
@@ -77,6 +78,39 @@ def expert(shape, experts, active, repeats, threads, record):
     return _answer(bench_expert(shape, experts, active, repeats, threads), record)
 
 
+@verb("repack")
+@click.option("--layout", type=click.Choice(["neuron", "source"]), default="neuron", show_default=True)
+@click.option("--gib", type=FiniteRange(0.25, 64), default=2.0, show_default=True, help="Size of the checkpoint.")
+@click.option(
+    "--folder",
+    type=PathName(),
+    default=None,
+    metavar="DIR",
+    help="On the disk to measure; needs 2.2 times the size. Default: the cache folder.",
+)
+@click.option("--repeats", type=click.IntRange(min=3), default=5, show_default=True, help="Rounds.")
+@click.option("--memory", is_flag=True, help="Instead: peak memory of repacking all of Super, on sparse files.")
+@click.option("--record", is_flag=True, help="Keep the samples as rows in data/measurements.")
+def repack(layout, gib, folder, repeats, memory, record):
+    """Repack against a plain direct copy of the same bytes on the same disk.
+
+    A synthetic checkpoint of Super's shapes is written, then copied and repacked in turns, both past the page cache.
+    GB/s count the bytes written; of_copy is repack's rate over the copy's. The store is verified before anything is
+    reported, and everything is removed afterwards.
+
+    \b
+    Examples:
+      nemolab bench repack --folder /nvme
+      nemolab bench repack --layout source --gib 8 --record --json
+      nemolab bench repack --memory
+    """
+    from nemolab.measure.bench_repack import bench_repack, bench_repack_memory
+
+    if memory:
+        return _answer(bench_repack_memory(layout=layout, folder=folder), record)
+    return _answer(bench_repack(layout, gib, folder, repeats), record)
+
+
 def _answer(data: dict, record: bool) -> Answer:
     if record:
         from nemolab.measure import record as keep
@@ -94,3 +128,4 @@ def _plain(value: int | float | str) -> str:
 
 bench.add_command(decode)
 bench.add_command(expert)
+bench.add_command(repack)

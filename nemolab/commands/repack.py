@@ -30,8 +30,12 @@ def repack(path, target, layout):
     """Rewrite the experts so that each is one aligned read.
 
     A published expert is spread over several tensors and shards. The store holds it as one block of whole 4096-byte
-    pages, which O_DIRECT reads in one go. Streaming: memory stays small whatever the model's size. The manifest is
-    written last, so an interrupted repack never looks like a store.
+    pages, which O_DIRECT reads in one go. Streaming: memory stays small whatever the model's size.
+
+    The manifest is written last, so an unfinished repack never looks like a store. Ctrl-C and errors remove what was
+    written. After a kill or a power cut run the same command again: blocks that still check out are kept
+    (resumed_blocks), the rest is made, and the store ends byte for byte as if nothing had happened. Another layout or
+    a changed source in the same folder is refused. The space needed is checked and reserved before the work begins.
 
     \b
     Examples:
@@ -41,14 +45,16 @@ def repack(path, target, layout):
     from nemolab.store import repack as rewrite
 
     result = rewrite(path, target, layout=layout, progress=progress_bar("repack", "B"))
-    rate = result.bytes_written / result.seconds / 1e9 if result.seconds else 0.0
-    done = f"{show_bytes(result.bytes_written)} in {result.seconds:.2f} s ({rate:.2f} GB/s)"
+    written_gb_s = result.bytes_written / result.seconds / 1e9 if result.seconds else 0.0
+    done = f"{show_bytes(result.bytes_written)} in {result.seconds:.2f} s ({written_gb_s:.2f} GB/s)"
+    if result.resumed_blocks:
+        done += f", {result.resumed_blocks:,} blocks kept from a run that was cut off"
     text = (
         f"{target}: {result.blocks:,} blocks of {result.block_bytes:,} bytes, layout {layout}; "
         f"{'it was complete already' if result.already_complete else done}; "
-        f"direct reads {'work' if result.direct_io else 'do not work'} there"
+        f"written {'past' if result.direct_io else 'through'} the page cache"
     )
-    return Answer(asdict(result), text)
+    return Answer(asdict(result) | {"written_gb_s": written_gb_s}, text)
 
 
 @verb("verify")
@@ -66,7 +72,8 @@ def verify(store, source, every):
 
     With --source, experts are compared byte for byte with the checkpoint (200 of them, or --all), and so is the rest
     of the model; without it, everything is re-read and compared with the checksums taken when the store was made.
-    checked counts blocks (experts), mismatches whatever differs. Exit code 1 when anything does.
+    checked counts blocks (experts), mismatches whatever differs or cannot be read; the rest is looked at all the same.
+    Exit code 1 when anything does.
 
     \b
     Examples:

@@ -17,7 +17,7 @@ from nemolab.store.verify import find_difference, sample_blocks
 from nemolab.store.workers import work_through
 from nemolab.store.writer import PlacedFile
 
-_SAMPLE = 16  # blocks read back and compared with the source before a store is called finished
+_SAMPLE = 16  # blocks at most that are read back and compared with the source before a store is called finished
 _RUN_BYTES = 4 << 20
 
 
@@ -88,7 +88,7 @@ class ExpertFile:
     def check_sample(self, checkpoint: Checkpoint) -> None:
         """Read some blocks back and compare them with the source, by the definition of the layout."""
         block = direct_io.aligned_buffer(self._blocks.block_bytes)
-        for index in sample_blocks(len(self._experts), _SAMPLE):
+        for index in sample_blocks(len(self._experts), min(_SAMPLE, 2 + len(self._experts) // 256)):
             layer, expert = divmod(index, checkpoint.config.n_experts)
             if not self._file.read(index * block.nbytes, block):
                 raise StoreError(f"{self._final}: block {index} cannot be read back; nothing is kept")

@@ -7,8 +7,9 @@ import numpy as np
 
 Transpose = Callable[[np.ndarray, np.ndarray], None]
 
-# Compiling takes 2 s; it saves 1.5 ms of a core for each full Super expert (2.2 against 0.7 ms measured).
-WORTH_COMPILING_BYTES = 4 << 30
+# Compiling takes 2 s, once a machine; it saves 1.5 ms of a core or more for each full Super expert (2.2 against 0.7 ms
+# measured on a quiet machine, 6.7 against 1.6 ms on one whose caches others use as well).
+WORTH_COMPILING_BYTES = 1 << 30
 
 
 def transpose_nibbles(packed: np.ndarray, out: np.ndarray) -> None:
