@@ -10,6 +10,8 @@ import difflib
 import importlib
 import math
 import re
+import signal
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -230,7 +232,10 @@ def _class_beside(config: Any, where: str) -> type:
 
 @contextmanager
 def _budget(where: str) -> Iterator[None]:
-    """Stop building at MOST_MODULES or MOST_SECONDS: torch tells us of every module that joins another."""
+    """Stop building at MOST_MODULES or MOST_SECONDS: torch tells us of every module that joins another.
+
+    A loop that makes no module is stopped by an alarm, where alarms can be had: in a program's main thread.
+    """
     from torch.nn.modules.module import register_module_module_registration_hook
 
     deadline, built = time.monotonic() + MOST_SECONDS, 0
@@ -239,17 +244,25 @@ def _budget(where: str) -> Iterator[None]:
         nonlocal built
         built += 1
         if built > MOST_MODULES:
-            raise CheckpointError(
-                f"{where}: its sizes ask for more than {MOST_MODULES:,} modules; that is no real model"
-            )
+            raise CheckpointError(f"{where}: its sizes ask for more than {MOST_MODULES:,} modules; no real model does")
         if time.monotonic() > deadline:
-            raise CheckpointError(f"{where}: building it took more than {MOST_SECONDS:.0f} s ({built:,} modules)")
+            stop()
+
+    def stop(*_: object) -> None:
+        raise CheckpointError(f"{where}: building it took more than {MOST_SECONDS:.0f} s ({built:,} modules)")
 
     handle = register_module_module_registration_hook(count)
+    in_main = threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer")
+    before = signal.signal(signal.SIGALRM, stop) if in_main else None
+    if in_main:
+        signal.setitimer(signal.ITIMER_REAL, max(MOST_SECONDS, 0.001))
     try:
         yield
     finally:
         handle.remove()
+        if in_main:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
 
 
 @contextmanager
