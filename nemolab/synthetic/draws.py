@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
+from functools import cache
 from statistics import NormalDist
 
 import numpy as np
@@ -30,6 +31,7 @@ HOLDING_CODES_MEAN = 3.75
 LOUDEST_CENTRE = 4  # from this octave on a scale of 448 is no outlier that would drown its row
 
 
+@cache
 def scale_rms() -> float:
     """rms of the block scales, relative to the middle."""
     steps = e4m3_values()[ONE - _SPREAD_STEPS // 2 : ONE + _SPREAD_STEPS // 2]
@@ -212,6 +214,7 @@ def popularity(experts: int, top_k: int, skew: float) -> list[float]:
     return np.minimum(most, high * weights).clip(1e-4, None).tolist()
 
 
+@cache
 def fp8_matrix(spread: float, plant: Plant = NOTHING) -> tuple[Matrix, float]:
     """(draw, weight_scale): the largest byte is 448, as maximum calibration makes it."""
     scale = spread / fp8_rms()
@@ -222,10 +225,12 @@ def fp8_matrix(spread: float, plant: Plant = NOTHING) -> tuple[Matrix, float]:
     return Matrix("fp8", lowest_bits("fp8", spread / scale), plant, scale), scale
 
 
+@cache
 def float_matrix(format: str, spread: float, plant: Plant = NOTHING) -> Matrix:
     return Matrix(format, lowest_bits(format, spread), plant)
 
 
+@cache
 def nvfp4_matrix(spread: float, octave: int, plant: Plant = NOTHING) -> tuple[Codes, BlockScales, float]:
     """(codes, block scales, weight_scale_2). `octave` moves a factor from weight_scale_2 into the block scales."""
     scale_2 = spread / (CODE_RMS * scale_rms() * 2.0**octave)

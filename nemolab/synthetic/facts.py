@@ -68,7 +68,7 @@ def planted(form: Form) -> dict[str, Any]:
     shares = popularity(config.n_experts, config.top_k, form.skew)
     way = Direction.of(form)
     return {
-        "zero_neurons": form.sparsity if way.hidden else 0.5,
+        "zero_neurons": form.zero_share if way.hidden else 0.5,
         "popularity_exponent": form.skew,
         "most_popular_expert": shares[0],
         "least_popular_expert": shares[-1],

@@ -14,7 +14,7 @@ from nemolab.errors import UsageError
 from nemolab.synthetic.vision import Vision
 
 QUANTISED = ("nvfp4", "fp8")
-FORMATS = (*QUANTISED, "bf16", "f16", "f32")
+LEAST_ACTIVE = 8  # neurons of an expert that a token should find active
 
 _OWNERS = {  # kind of module -> kind of layer it stands in
     "in_proj": "mamba", "out_proj": "mamba", "q_proj": "attention", "k_proj": "attention", "v_proj": "attention",
@@ -81,6 +81,11 @@ class Form:
     def config(self) -> ModelConfig:
         """The same, read and checked. Raises CheckpointError naming the field."""
         return ModelConfig.from_dict(self.text, "the synthetic config")
+
+    @property
+    def zero_share(self) -> float:
+        """Share of neurons planted at zero: `sparsity`, or less where too few neurons would be left to matter."""
+        return max(0.5, min(self.sparsity, 1 - LEAST_ACTIVE / self.config.expert_inter))
 
     def has_input_scale(self, format: str) -> bool:
         return self.input_scale and format in QUANTISED and format not in self.weight_only

@@ -30,7 +30,8 @@ ITEM_BYTES = {"U8": 1, "F8_E4M3": 1, "BF16": 2, "F16": 2, "F32": 4, "I64": 8}
 # What a layer adds to the variance of the residual stream, which begins at 1.
 _ADDED = {"mamba": 1.0, "attention": 1.0, "mlp": 1.0, "moe": 2.0}
 _ADDED_BY_SHARED = 0.4  # of the 2.0
-_ADDED_ON_AVERAGE = 1.5
+_ADDED_ON_AVERAGE = 1.75
+_UNEVEN = 1.4  # a token's experts weigh unevenly, which adds more than as many even ones would
 _EMBEDDED = 2.0  # the common direction in the embeddings
 _HEAD_SPREAD = 2.5  # of the logits: enough that the likeliest token stands out
 _HOLDING = draws.HOLDING_CODES_MEAN / (draws.CODE_RMS * draws.scale_rms())  # entries of `up` that hold back, in rms
@@ -92,10 +93,10 @@ class Direction:
     @classmethod
     def of(cls, form: Form) -> Direction:
         config = form.config
-        if form.sparsity <= 0.5 or "moe" not in (*config.layer_types, *config.mtp_layer_types):
+        if form.zero_share <= 0.5 or "moe" not in (*config.layer_types, *config.mtp_layer_types):
             return cls(0, 0, 0.0, 0.0, 0.0)
         hidden, width = _columns(config.hidden_size), _columns(config.expert_in)
-        threshold = NormalDist().inv_cdf(form.sparsity)
+        threshold = NormalDist().inv_cdf(form.zero_share)
         at_experts = threshold * math.sqrt(max(1, config.expert_in - width)) / (width * _HOLDING)
         return cls(hidden, width, at_experts, _EMBEDDED if config.moe_latent_size else at_experts, threshold)
 
@@ -190,7 +191,7 @@ class _Lister:
         """Of one expert's output, so that the weighted sum of a token's experts has a variance of 1."""
         config = self.config
         weight = config.routed_scaling_factor * (1 / config.top_k if config.norm_topk_prob else 0.6)
-        return 1 / (config.top_k * weight**2) if weight else 1.0
+        return 1 / (_UNEVEN * config.top_k * weight**2) if weight else 1.0
 
     def _vector(self, name: str, role: str, width: int):
         way = self.direction
