@@ -1,4 +1,4 @@
-"""The LRU's decisions against a naive model, and the cache of real blocks that follows them."""
+"""The cache of real blocks, which follows the decisions of `nemolab.policy`."""
 
 import contextlib
 import itertools
@@ -10,117 +10,18 @@ import types
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from nemolab.errors import StoreError
+from nemolab.policy import Cache
+from nemolab.policy import cache as policy_module
 from nemolab.store import cache as cache_module
 from nemolab.store import direct_io
-from nemolab.store import lru as lru_module
 from nemolab.store.arena import Arena
 from nemolab.store.cache import ExpertCache
-from nemolab.store.lru import LRU
 from nemolab.store.reader import BlockReader
 
 BLOCK = 4096
 LAYERS, EXPERTS, TOP_K = 3, 40, 4
-
-
-class NaiveLRU:
-    """The rules of a batch in their plainest form: a list, oldest first, searched and cut."""
-
-    def __init__(self, capacity_bytes):
-        self.capacity_bytes, self.stack = capacity_bytes, []
-
-    def batch(self, keys, size_of):
-        hits = {key for key in keys if key in self.stack}
-        for key in keys:
-            if key in self.stack:
-                self.stack.remove(key)
-            self.stack.append(key)  # again at each occurrence: the last one decides
-        victims = []
-        while sum(size_of[key] for key in self.stack) > self.capacity_bytes:
-            outside = [key for key in self.stack if key not in keys]
-            victim = outside[0] if outside else self.stack[0]
-            self.stack.remove(victim)
-            victims.append(victim)
-        return hits, set(keys) - hits, victims
-
-
-batches = st.lists(st.lists(st.integers(0, 11), min_size=1, max_size=8), max_size=40)
-
-
-@settings(max_examples=300, deadline=None)
-@given(capacity=st.integers(0, 40), batches=batches, sizes=st.lists(st.integers(1, 5), min_size=12, max_size=12))
-def test_lru_decides_as_the_naive_model(capacity, batches, sizes):
-    lru, naive = LRU(capacity), NaiveLRU(capacity)
-    for keys in batches:
-        hits, misses, victims = lru.batch(keys, [sizes[key] for key in keys])
-        assert (set(hits), set(misses), victims) == naive.batch(keys, sizes)
-        assert list(lru) == naive.stack
-        assert lru.used_bytes == sum(sizes[key] for key in lru) <= capacity
-        assert len(hits) + len(misses) == len(set(keys))
-
-
-class HitsFirstLRU(NaiveLRU):
-    """The plausible mistake: hits are refreshed before misses enter."""
-
-    def batch(self, keys, size_of):
-        hits_first = sorted(keys, key=lambda key: key not in self.stack)
-        return super().batch(hits_first, size_of)
-
-
-def test_the_naive_model_can_fail():
-    lru, right, wrong = LRU(3), NaiveLRU(3), HitsFirstLRU(3)
-    for keys in ("abc", "xa"):
-        for cache in (right, wrong):
-            cache.batch(keys, dict.fromkeys("abcx", 1))
-        lru.batch(keys, 1)
-    assert list(lru) == right.stack == ["c", "x", "a"] and wrong.stack == ["c", "a", "x"]
-
-
-@settings(max_examples=100, deadline=None)
-@given(batches=batches, small=st.integers(0, 12), more=st.integers(0, 6))
-def test_a_bigger_cache_holds_all_that_a_smaller_one_does(batches, small, more):
-    a, b = LRU(small), LRU(small + more)
-    for keys in batches:
-        hits_a, hits_b = (set(lru.batch(keys, 1).hits) for lru in (a, b))
-        assert hits_a <= hits_b and set(a) <= set(b)
-
-
-def test_recency_is_the_last_occurrence_in_the_batch():
-    lru = LRU(10)
-    assert lru.batch(["a", "b", "a", "c"], 1).misses == ["b", "a", "c"]
-    assert list(lru) == ["b", "a", "c"]
-
-
-def test_the_running_batch_is_spared_while_another_can_go():
-    lru = LRU(4)
-    lru.batch([1, 2, 3, 4], 1)
-    hits, misses, victims = lru.batch([1, 9, 8, 7], 1)  # 1 is the oldest and a hit: it stays
-    assert (hits, misses, victims) == ([1], [9, 8, 7], [2, 3, 4])
-
-
-def test_a_batch_larger_than_the_budget_loses_its_own_oldest_at_its_end():
-    lru = LRU(3)
-    lru.batch([0], 1)
-    assert lru.batch([1, 2, 3, 4, 5], 1).victims == [0, 1, 2]
-    assert list(lru) == [3, 4, 5]
-
-
-def test_a_cycle_just_too_long_never_hits_and_one_that_fits_always_does():
-    for capacity, expected in ((5, 0), (6, 6 * 3)):
-        lru = LRU(capacity)
-        hits = sum(len(lru.batch([key], 1).hits) for key in list(range(6)) * 4)
-        assert hits == expected
-
-
-def test_nothing_stays_in_a_cache_of_nothing():
-    lru = LRU(0)
-    assert lru.batch(["a"], 1) == ([], ["a"], ["a"])
-    assert len(lru) == 0 and lru.used_bytes == 0
-    with pytest.raises(ValueError, match="-1 bytes"):
-        LRU(-1)
 
 
 @pytest.fixture
@@ -161,12 +62,12 @@ def test_lookups_return_the_blocks_asked_for_in_that_order(store, data):
 def test_hits_misses_and_reads_are_those_of_the_lru(store, monkeypatch):
     rng = np.random.default_rng(3)
     with ExpertCache(store, slots=30) as cache:
-        reads, lru = counting(cache, monkeypatch), LRU(30)
+        reads, lru = counting(cache, monkeypatch), Cache(LAYERS * EXPERTS, 30, 1)
         hits = misses = 0
         for step in range(150):
             layer = step % LAYERS
             experts = (rng.zipf(1.5, 3 * TOP_K) % EXPERTS).tolist()[:TOP_K]
-            expected = lru.batch([layer * EXPERTS + expert for expert in experts], 1)
+            expected = lru.batch([layer * EXPERTS + expert for expert in experts])
             before = len(reads)
             cache.lookup(layer, experts)
             assert sorted(reads[before:]) == sorted(expected.misses)
@@ -290,18 +191,18 @@ def test_an_interrupt_at_any_line_of_a_lookup_leaves_a_sound_cache(store, data):
             for _ in range(3):
                 experts = rng.choice(EXPERTS, TOP_K, replace=False).tolist()
                 assert np.array_equal(np.stack(cache.lookup(0, experts)), data[experts])
-            for key in list(cache._lru):  # what counts as cached is looked at without reading it again
+            for key in list(cache._decisions):  # what counts as cached is looked at without reading it again
                 assert np.array_equal(cache.arena[cache._row_of[key]], data[key])
     assert interrupted > 40, "every line of a lookup with misses and victims was tried"
 
 
 @contextlib.contextmanager
 def interrupt_after(lines):
-    """Raise KeyboardInterrupt once so many lines of the cache and the LRU have run."""
+    """Raise KeyboardInterrupt once so many lines of the cache and of its decisions have run."""
     passed = itertools.count()
 
     def trace(frame, event, argument):
-        if frame.f_code.co_filename not in (cache_module.__file__, lru_module.__file__):
+        if frame.f_code.co_filename not in (cache_module.__file__, policy_module.__file__):
             return None
         if event == "line" and next(passed) == lines:
             raise KeyboardInterrupt
@@ -440,12 +341,12 @@ def test_a_growing_cache_asks_for_memory_in_steps_and_no_more_once_it_is_full(st
 def test_where_memory_has_gone_meanwhile_the_cache_stays_as_it_is_and_says_so(store, data, shrinking_memory, capsys):
     shrinking_memory(100, 3)
     with ExpertCache(store, slots=20) as cache:
-        lru = LRU(8)
+        lru = Cache(LAYERS * EXPERTS, 8, 1)
         for first in (0, 4, 8, 0, 12, 4):
             views = cache.lookup(0, range(first, first + TOP_K))
-            lru.batch(list(range(first, first + TOP_K)), 1)
+            lru.batch(list(range(first, first + TOP_K)))
             assert all(np.array_equal(view, data[first + place]) for place, view in enumerate(views))
-        assert cache.slots == 8 and list(cache._lru) == list(lru)
+        assert cache.slots == 8 and list(cache._decisions) == list(lru)
         assert max(cache._row_of.values()) < 8, "no row beyond what was found room for is touched"
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "stays at 8 of 20 blocks" in said and "limit: cgroup /a memory.max" in said

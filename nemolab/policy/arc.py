@@ -130,5 +130,15 @@ def place(state, key, how, at):
 
 ARC = register(
     ARCState,
-    Policy("arc", "seen once against seen again, with a moving line", start, meet, choose, remove, place, ignore),
+    Policy(
+        "arc",
+        "seen once against seen again, with a moving line",
+        start,
+        meet,
+        choose,
+        remove,
+        place,
+        ignore,
+        divides=True,
+    ),
 )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
+import numba
 import numpy as np
 
 from nemolab.jit import jit
@@ -74,6 +76,7 @@ class Cache:
         self._core = start_core(sizes, capacity_bytes, forced=policy.forced)
         self._state = policy.start(Setting(self._core.entries["size_bytes"].copy(), capacity_bytes, seed))
         self._outcome = np.zeros(n_keys, np.uint8)
+        self._parts = np.zeros((3, n_keys), np.int32)  # hits, misses and useful hits of the last batch
 
     def __contains__(self, key: int) -> bool:
         return bool(self._core.entries["held"][key] != ABSENT)
@@ -101,20 +104,28 @@ class Cache:
         """Prefetched entries that left before anyone asked for them."""
         return int(self._core.numbers[WASTED])
 
+    def resize(self, capacity_bytes: int) -> None:
+        """Another budget from now on, above what is held: nobody leaves for it.
+
+        Raises ValueError for less than is held, and for a policy that has shared the old budget out.
+        """
+        if self.policy.divides:
+            raise ValueError(f"the policy {self.policy.name} shares its budget out at the start; it cannot change")
+        if capacity_bytes < self.used_bytes:
+            raise ValueError(f"{capacity_bytes} bytes for a cache that holds {self.used_bytes}")
+        self._core.numbers[CAPACITY] = capacity_bytes
+
     def batch(self, keys: Sequence[int]) -> Batch:
         """Look up all of a layer's experts at one step: misses enter, then victims leave until the budget holds."""
         keys = _order_by_last(keys)
-        outcome = self._outcome
-        _look_up_once(self._core, self._state, keys, outcome)
-        missed, useful = outcome[: len(keys)] & MISSED != 0, outcome[: len(keys)] & USEFUL != 0
-        return Batch(keys[~missed].tolist(), keys[missed].tolist(), self._list_victims(), keys[useful].tolist())
+        counts = self._look_up(self._core, self._state, keys, self._outcome, self._parts)
+        return self._report(counts, self._list_victims())
 
     def pass_by(self, keys: Sequence[int]) -> Batch:
         """Look up for a prompt pass: hits are not refreshed, misses do not enter, so there are no victims."""
         keys = _order_by_last(keys)
-        _look_up_passing_once(self._core, self._state, keys, self._outcome)
-        missed, useful = (self._outcome[: len(keys)] & flag != 0 for flag in (MISSED, USEFUL))
-        return Batch(keys[~missed].tolist(), keys[missed].tolist(), [], keys[useful].tolist())
+        counts = self._look_up_passing(self._core, self._state, keys, self._outcome, self._parts)
+        return self._report(counts, [])
 
     def prefetch(self, guesses: Sequence[int]) -> Round:
         """Take in those of the guesses for the next layer that are absent, as far as the running batch leaves room.
@@ -122,9 +133,25 @@ class Cache:
         From the return on they count as cached; a later lookup that finds one still being read has to wait for it.
         """
         guesses = np.asarray(guesses, np.int32)
-        _issue_once(self._core, self._state, guesses)
+        self._issue(self._core, self._state, guesses)
         reads = self._core.wanted[: self._core.numbers[ISSUED]].tolist()
         return Round(reads, self._list_victims())
+
+    @cached_property
+    def _look_up(self) -> Callable:
+        return _open_door(_look_up_once, (self._core, self._state, self._parts[0], self._outcome, self._parts))
+
+    @cached_property
+    def _look_up_passing(self) -> Callable:
+        return _open_door(_look_up_passing_once, (self._core, self._state, self._parts[0], self._outcome, self._parts))
+
+    @cached_property
+    def _issue(self) -> Callable:
+        return _open_door(_issue_once, (self._core, self._state, self._parts[0]))
+
+    def _report(self, counts: tuple[int, int, int], victims: list[int]) -> Batch:
+        hits, misses, useful = (self._parts[part, :count].tolist() for part, count in enumerate(counts))
+        return Batch(hits, misses, victims, useful)
 
     def _list_victims(self) -> list[int]:
         return self._core.victims[: self._core.numbers[N_VICTIMS]].tolist()
@@ -146,19 +173,44 @@ def _list_oldest_first(links: Links, sentinel: int) -> list[int]:
     return keys
 
 
+def _open_door(door, arguments: tuple) -> Callable:
+    """The compiled code behind a door. Called directly, numba does not find out the types anew, which takes longer
+    than to look a batch up."""
+    return door.compile(tuple(numba.typeof(argument) for argument in arguments))
+
+
 # The doors from Python into the rules: each compiled once a policy, called once a batch. (A bare 0 would be a type of
 # its own to numba, which would compile the rules again for it.)
 
 
 @jit
-def _look_up_once(core, state, keys, outcome):
-    look_up(core, state, keys, np.int64(0), len(keys), outcome)
+def _part(keys, outcome, parts):
+    """Sort the keys of a batch into rows of `parts`: hits, misses, useful hits. Returns how many each has."""
+    hits = misses = useful = 0
+    for at in range(len(keys)):
+        if outcome[at] & MISSED:
+            parts[1, misses] = keys[at]
+            misses += 1
+        else:
+            parts[0, hits] = keys[at]
+            hits += 1
+        if outcome[at] & USEFUL:
+            parts[2, useful] = keys[at]
+            useful += 1
+    return hits, misses, useful
 
 
 @jit
-def _look_up_passing_once(core, state, keys, outcome):
+def _look_up_once(core, state, keys, outcome, parts):
+    look_up(core, state, keys, np.int64(0), len(keys), outcome)
+    return _part(keys, outcome, parts)
+
+
+@jit
+def _look_up_passing_once(core, state, keys, outcome, parts):
     look_up_passing(core, keys, np.int64(0), len(keys), outcome)
     pass_by(state, core.entries, keys, np.int64(0), len(keys))
+    return _part(keys, outcome, parts)
 
 
 @jit

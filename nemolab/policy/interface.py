@@ -50,6 +50,7 @@ class Policy:
     start     makes the state for a Setting
     forced    whether every miss must enter the cache; else a miss may pass it by
     future    whether it must know all lookups in advance, so that no engine can run it
+    divides   whether it shares the budget out at the start, so that the budget cannot change later
     """
 
     name: str
@@ -62,6 +63,7 @@ class Policy:
     pass_by: Callable
     forced: bool = True
     future: bool = False
+    divides: bool = False
 
 
 def ignore(state, entries, keys, first, last):

@@ -126,5 +126,15 @@ def place(state, key, how, at):
 
 S3FIFO = register(
     S3FIFOState,
-    Policy("s3fifo", "a small queue sifts newcomers before the main one", start, meet, choose, remove, place, ignore),
+    Policy(
+        "s3fifo",
+        "a small queue sifts newcomers before the main one",
+        start,
+        meet,
+        choose,
+        remove,
+        place,
+        ignore,
+        divides=True,
+    ),
 )

@@ -90,5 +90,6 @@ def place(state, key, how, at):
 
 
 SLRU = register(
-    SLRUState, Policy("slru", "four LRU lists, a hit moves one up", start, meet, choose, remove, place, ignore)
+    SLRUState,
+    Policy("slru", "four LRU lists, a hit moves one up", start, meet, choose, remove, place, ignore, divides=True),
 )

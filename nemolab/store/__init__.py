@@ -13,21 +13,19 @@ Making one:
 Using one:
     store                         opened: sizes, dense tensors, readers
     reader, direct_io             one aligned pread a block; the proof that it is direct
-    arena, lru, cache             memory for blocks, which of them stay, both together
+    arena, cache                  memory for blocks; with `nemolab.policy`, which of them stay
     verify                        is it what it should be? was it made from this checkpoint?
 """
 
 from nemolab.store.cache import ExpertCache
 from nemolab.store.cachefolder import ensure_store
 from nemolab.store.layout import BlockLayout, ExpertViews
-from nemolab.store.lru import LRU
 from nemolab.store.reader import BlockReader
 from nemolab.store.repack import RepackResult, repack
 from nemolab.store.store import Store
 from nemolab.store.verify import VerifyResult, check_source, verify
 
 __all__ = [
-    "LRU",
     "BlockLayout",
     "BlockReader",
     "ExpertCache",

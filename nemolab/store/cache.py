@@ -1,4 +1,7 @@
-"""Experts in RAM: a byte-budgeted LRU cache for decode and a ring for prompts, filled by direct reads."""
+"""Experts in RAM: a byte-budgeted LRU cache for decode and a ring for prompts, filled by direct reads.
+
+What stays is decided by `nemolab.policy`, in the same compiled code that replays traces.
+"""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -7,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from nemolab.errors import StoreError
+from nemolab.policy import Cache
 from nemolab.progress import say
 from nemolab.store.arena import Arena
-from nemolab.store.lru import LRU
 from nemolab.store.reader import DEFAULT_THREADS, BlockReader, Pending
 from nemolab.system.memory import read_memory
 from nemolab.units import show_bytes
@@ -57,7 +60,7 @@ class ExpertCache:
             )
         self.slots = min(wanted, self._n_layers * self._n_experts)
         self.ring = min(ring, self._n_experts)
-        self._lru = LRU(self.slots * self.block_bytes)
+        self._decisions = self._start_decisions()
         self._arena = Arena(self.slots + 2 * self.ring, self.block_bytes)
         self.arena = self._arena.rows
         self._views = list(self.arena)
@@ -100,13 +103,13 @@ class ExpertCache:
         if absent and self._granted < self.slots:
             self._grow(len(row_of) + len(set(absent)), len(set(keys)))
         try:
-            hits, misses, victims = self._lru.batch(keys, self.block_bytes)
-            if misses:
-                self._fill(misses, victims)
+            done = self._decisions.batch(keys)
+            if done.misses:
+                self._fill(done.misses, done.victims)
         except BaseException:
             self._forget(absent)
             raise
-        self._count(phase, len(hits), len(misses))
+        self._count(phase, len(done.hits), len(done.misses))
         return [row_of[key] for key in keys]
 
     def stream(
@@ -167,6 +170,9 @@ class ExpertCache:
         self.reader = None
         self._release()
 
+    def _start_decisions(self) -> Cache:
+        return Cache(self._n_layers * self._n_experts, self.slots * self.block_bytes, self.block_bytes)
+
     def _keys(self, layer: int, experts: Sequence[int]) -> list[int]:
         """Block indices. An id out of range would silently be another layer's expert, so it is refused."""
         if self.arena is None:
@@ -197,7 +203,7 @@ class ExpertCache:
                 f"(limit: {memory.tightest.name}), {show_bytes(memory.reserve_bytes)} must stay free"
             )
             # In this order: interrupted between two of them, the cache asks again and is sound.
-            self._lru.capacity_bytes = stay * self.block_bytes
+            self._decisions.resize(stay * self.block_bytes)
             self._free_rows = [row for row in self._free_rows if row < stay]
             self._granted = self.slots = stay
 
@@ -212,11 +218,11 @@ class ExpertCache:
         """After a failed read, or an interrupt between any two steps: only what was whole before counts as cached."""
         for key in unread:
             self._row_of.pop(key, None)
-        kept = [key for key in self._lru if key in self._row_of]
+        kept = [key for key in self._decisions if key in self._row_of]
         for key in self._row_of.keys() - set(kept):
             del self._row_of[key]
-        self._lru = LRU(self._lru.capacity_bytes)
-        self._lru.batch(kept, self.block_bytes)
+        self._decisions = self._start_decisions()
+        self._decisions.batch(kept)
         self._free_rows = sorted(set(range(self.slots)) - set(self._row_of.values()), reverse=True)
 
     def _start_ring(self, keys: list[int], bank: int) -> "_RingBatch":
