@@ -54,12 +54,15 @@ def finished_file(path: Path) -> Iterator[BinaryIO]:
 
 def rename_durably(partial: Path, final: Path) -> None:
     """Rename, and make the rename itself survive a power cut."""
-    os.replace(partial, final)
-    folder = os.open(final.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+        os.replace(partial, final)
+        folder = os.open(final.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as problem:
+        raise StoreError(f"{final}: cannot be put in its place ({problem.strerror or problem})") from problem
 
 
 def allocated_bytes(path: Path) -> int:

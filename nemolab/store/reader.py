@@ -1,6 +1,8 @@
 """Read experts from `experts.bin`: one aligned pread each, straight into the caller's memory."""
 
+import errno
 import os
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_all
@@ -51,6 +53,8 @@ class BlockReader:
         if direct is None and self.mode == "buffered" and (str(self.path), self.reason) not in _announced:
             _announced.add((str(self.path), self.reason))
             announce(f"{self.path}: reading through the page cache, because {self.reason}")
+        self._must_be_direct, self._announce = bool(direct), announce
+        self._lock, self._gave_up = threading.Lock(), False
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="nemolab-read")
 
     def __enter__(self) -> "BlockReader":
@@ -74,6 +78,8 @@ class BlockReader:
             except InterruptedError:
                 continue
             except OSError as problem:
+                if problem.errno == errno.EINVAL and self._give_up_direct():
+                    continue
                 raise StoreError(self._complaint(start, got, problem.strerror or str(problem))) from problem
             if count == 0:
                 raise StoreError(self._complaint(start, got, "the file ends there"))
@@ -137,6 +143,22 @@ class BlockReader:
                 f"{self.path}: the buffer starts {direct_io.address(buffer) % PAGE_BYTES} bytes into a page; "
                 f"direct reads need memory aligned to {PAGE_BYTES} (see direct_io.aligned_buffer)"
             )
+
+    def _give_up_direct(self) -> bool:
+        """An aligned read was refused after the probe at open went well (overlay over several file systems does so):
+        go on through the page cache and say so. False where that is no way out.
+        """
+        with self._lock:
+            if self.mode == "buffered":
+                return self._gave_up  # a thread that began while the mode was another
+            if self._must_be_direct:
+                return False
+            plain = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            os.dup2(plain, self._descriptor, inheritable=False)  # other threads go on with the same descriptor
+            os.close(plain)
+            self.mode, self.reason, self._gave_up = "buffered", "a later aligned read was refused (EINVAL)", True
+            self._announce(f"{self.path}: reading through the page cache from now on, because {self.reason}")
+            return True
 
     def _complaint(self, start: int, got: int, why: str) -> str:
         return f"{self.path}: reading {self.block_bytes} bytes at offset {start} got {got}: {why}"

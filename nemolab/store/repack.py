@@ -240,12 +240,13 @@ def _accept_finished(
 
 
 def _once(announce: Callable[[str], None]) -> Callable[[str], None]:
-    """The same line a second time (two files fall back for one reason) is not said."""
+    """The same a second time (two files fall back, each in its own numbers) is not said."""
     said: set[str] = set()
 
     def tell(line: str) -> None:
-        if line not in said:
-            said.add(line)
+        what = line.partition(", because")[0]
+        if what not in said:
+            said.add(what)
             announce(line)
 
     return tell
