@@ -1,8 +1,8 @@
 """How the values of one tensor are drawn, any block of rows alone, straight as stored bytes.
 
-A draw has `random_bytes`, how many random bytes it needs for a stored element (of a packed byte: one), and
-`fill(out, random, first_row, rows)`: out [rows here, columns] in the tensor's storage type, random uint8 [rows here,
-columns * random_bytes], the first of its rows and how many the whole tensor has.
+A draw has `fill(out, random, first_row, rows)`: out [rows here, columns] in the tensor's storage type, the first of its
+rows and how many the whole tensor has. With `in_place`, `out` comes full of random bits; without, `random` holds
+`random_bytes` of them for each element, uint8 [rows here, columns * random_bytes].
 
 Large tensors are never made as floats. Random bits are masked to a sign, a mantissa and one bit of the exponent, and
 the lowest wanted bit pattern is added: magnitudes spread evenly over the patterns of two octaves, in two integer
@@ -74,13 +74,11 @@ class Matrix:
     plant: Plant = NOTHING
     unit: float = 1.0  # what the stored number 1.0 stands for: FP8's weight_scale
 
-    @property
-    def random_bytes(self) -> int:
-        return np.dtype(BITS[self.format].storage).itemsize
+    in_place = True
 
     def fill(self, out: np.ndarray, random: np.ndarray, first_row: int, rows: int) -> None:
         bits = BITS[self.format]
-        np.bitwise_and(random.view(bits.storage), bits.storage(bits.sign | ((2 << bits.mantissa) - 1)), out=out)
+        out &= bits.storage(bits.sign | ((2 << bits.mantissa) - 1))
         out += bits.storage(self.low)
         _plant_values(out, self.plant, first_row, lambda value: to_bits(self.format, value / self.unit))
 
@@ -91,10 +89,9 @@ class Codes:
 
     plant: Plant = NOTHING
     octave: int = 0
-    random_bytes = 1
+    in_place = True
 
     def fill(self, out: np.ndarray, random: np.ndarray, first_row: int, rows: int) -> None:
-        out[...] = random
         plant = self.plant
         if plant.columns:
             pairs = out[:, : plant.columns // 2]
@@ -118,10 +115,10 @@ class BlockScales:
     octave: int
     plant: Plant = NOTHING
     carry_byte: int = ONE
-    random_bytes = 1
+    in_place = True
 
     def fill(self, out: np.ndarray, random: np.ndarray, first_row: int, rows: int) -> None:
-        np.bitwise_and(random, np.uint8(_SPREAD_STEPS - 1), out=out)
+        out &= np.uint8(_SPREAD_STEPS - 1)
         out += np.uint8(ONE + 8 * self.octave - _SPREAD_STEPS // 2)
         plant = self.plant
         if plant.columns and plant.value < 0:
@@ -147,7 +144,7 @@ class Vector:
     spread: float = 0.0
     marked: int = 0
     mark: float = 0.0
-    random_bytes = 4
+    in_place, random_bytes = False, 4
 
     def fill(self, out: np.ndarray, random: np.ndarray, first_row: int, rows: int) -> None:
         # The sum of a float's four bytes is nearly normal: mean 510, variance 4 * (256^2 - 1) / 12.
@@ -163,7 +160,7 @@ class Numbers:
 
     format: str
     values: tuple[float, ...]
-    random_bytes = 0
+    in_place, random_bytes = False, 0
 
     def fill(self, out: np.ndarray, random: np.ndarray, first_row: int, rows: int) -> None:
         out[...] = to_bits(self.format, self.values).reshape(out.shape)
@@ -173,7 +170,7 @@ class Numbers:
 class Integers:
     """0, 1, 2, ... as I64."""
 
-    random_bytes = 0
+    in_place, random_bytes = False, 0
 
     def fill(self, out: np.ndarray, random: np.ndarray, first_row: int, rows: int) -> None:
         out[...] = np.arange(out.size, dtype=np.int64).view(np.uint64).reshape(out.shape)
@@ -189,7 +186,7 @@ class Popularity:
 
     top_k: int
     skew: float
-    random_bytes = 4
+    in_place, random_bytes = False, 4
 
     def fill(self, out: np.ndarray, random: np.ndarray, first_row: int, rows: int) -> None:
         experts = out.shape[1]

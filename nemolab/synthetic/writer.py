@@ -7,9 +7,11 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ SPAN_BYTES = 8 << 20
 BLOCK_BYTES = 4 << 20  # rows drawn from one seed; part of what a seed means, so it stays
 MOST_THREADS = 8
 PARTIAL = ".partial"
+_MOST_PIECES = 1024  # of one gathered write, the kernel's limit
 
 _STORAGE = {
     "U8": np.uint8,
@@ -210,7 +213,7 @@ def _write_shards(seed: int, folder: Path, files: list[Shard], made: list[Path],
                 made.append(path)
                 with open(path, "xb", buffering=0) as file:
                     os.truncate(file.fileno(), shard.file_bytes)
-                    _write_at(file.fileno(), shard.header, 0)
+                    _write_at(file.fileno(), [shard.header], 0)
                     pending: set[Future[int]] = set()
                     for span in _spans(shard):
                         if len(pending) > threads:
@@ -255,24 +258,22 @@ def _spans(shard: Shard) -> Iterator[_Span]:
 
 
 def _write_span(seed: int, descriptor: int, span: _Span, stop: threading.Event) -> int:
-    buffer = np.empty(span.nbytes, np.uint8)
-    at = 0
+    drawn = []
     for tensor, first in span.blocks:
         if stop.is_set():
             return 0
-        bits = _draw_block(tensor, seed, first).reshape(-1).view(np.uint8)
-        buffer[at : at + bits.size] = bits
-        at += bits.size
-    _write_at(descriptor, buffer, span.offset_bytes)
+        drawn.append(_draw_block(tensor, seed, first).reshape(-1).view(np.uint8))
+    _write_at(descriptor, drawn, span.offset_bytes)
     return span.nbytes
 
 
 def _draw_block(tensor: Tensor, seed: int, first: int) -> np.ndarray:
     rows = min(_block_rows(tensor), tensor.rows - first)
-    out = np.empty((rows, tensor.columns), _STORAGE[tensor.dtype])
-    need = tensor.draw.random_bytes
-    random = random_bytes(seed, tensor.key, first, (rows, tensor.columns * need)) if need else None
-    tensor.draw.fill(out, random, first, tensor.rows)
+    storage, draw = np.dtype(_STORAGE[tensor.dtype]), tensor.draw
+    width = tensor.columns * (storage.itemsize if draw.in_place else draw.random_bytes)
+    random = random_bytes(seed, tensor.key, first, (rows, width)) if width else None
+    out = random.view(storage) if draw.in_place else np.empty((rows, tensor.columns), storage)
+    draw.fill(out, random, first, tensor.rows)
     return out
 
 
@@ -280,11 +281,16 @@ def _block_rows(tensor: Tensor) -> int:
     return max(1, BLOCK_BYTES // (tensor.columns * ITEM_BYTES[tensor.dtype]))
 
 
-def _write_at(descriptor: int, data, offset_bytes: int) -> None:
-    view = memoryview(data).cast("B")
-    while view:
-        count = os.pwrite(descriptor, view, offset_bytes)
-        view, offset_bytes = view[count:], offset_bytes + count
+def _write_at(descriptor: int, pieces: Iterable, offset_bytes: int) -> None:
+    """All pieces one after another, gathered by the kernel; short writes are continued."""
+    views = deque(memoryview(piece) for piece in pieces)
+    while views:
+        count = os.pwritev(descriptor, list(islice(views, _MOST_PIECES)), offset_bytes)
+        offset_bytes += count
+        while views and count >= len(views[0]):
+            count -= len(views.popleft())
+        if count:
+            views[0] = views[0][count:]
 
 
 def _sync_folder(folder: Path) -> None:
