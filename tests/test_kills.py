@@ -13,6 +13,7 @@ import pytest
 from stores import damage, digests, quiet
 from synthetic import write_checkpoint
 
+from nemolab.cli import main
 from nemolab.errors import StoreError
 from nemolab.store import Store, ensure_store, files, repack, verify
 from nemolab.store.journal import JOURNAL, Journal
@@ -294,3 +295,22 @@ def test_a_journal_passes_over_what_does_not_check_out(tmp_path):
         read = Journal(tmp_path)
         read.close()
         assert set(read.blocks.values()) <= {1000, 1001, 1002, 1003, 77, 1004}
+
+
+def test_chat_after_a_killed_chat_goes_on_and_answers(tiny_path, tmp_path, monkeypatch, capsys):
+    """The store that a command makes on the way: killed while it was made, the next command makes the rest."""
+    monkeypatch.setenv("NEMOLAB_CACHE", str(tmp_path))
+    words = ["chat", str(tiny_path), "--prompt", "Hi", "--max-tokens", "2"]
+    script = (
+        "import os, signal, sys\n"
+        "from nemolab.store import files\n"
+        "files.rename_durably = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "from nemolab.cli import main\n"
+        "main(sys.argv[1:])\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script, *words]).returncode == -signal.SIGKILL
+    assert main(words) == 0
+    assert "going on with a repack that was cut off" in capsys.readouterr().err
+    (made,) = (path for path in (tmp_path / "stores").iterdir() if path.is_dir())
+    assert verify(made, source=tiny_path, all=True).mismatches == 0
+    assert not list(made.glob("*" + files.PARTIAL))
