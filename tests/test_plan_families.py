@@ -464,7 +464,7 @@ def test_odd_values_are_counted_or_refused_in_one_line(field):
     ("changes", "message"),
     [
         ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1,000,000,000,000"),
-        ({"num_hidden_layers": 5000}, "num_hidden_layers is 5,000; a count of layers of at most 4,096"),
+        ({"num_hidden_layers": 5000}, "num_hidden_layers is 5,000; a count of layers of at most 1,000"),
         ({"hidden_size": 10**4000}, "hidden_size is a number of 4001 digits"),
         ({"num_experts": float("nan")}, "num_experts is NaN"),
         ({"mlp_only_layers": [0] * 100_001}, "mlp_only_layers has 100,001 entries"),

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 LARGEST_SIZE = 2**31 - 1
 LONGEST_TEXT = 10**30  # tokenizers write 1e30 for a text without end; nothing is built from it
-MOST_LAYERS = 4096  # the deepest published model has a few hundred
-MOST_MODULES = 300_000  # 500 layers of 100 modules are 50,000; each takes about 50 us
+MOST_LAYERS = 1000  # the deepest published model has a few hundred
+MOST_MODULES = 50_000  # the largest of transformers has 10,000; each takes about 100 us and 5 kB
 MOST_SECONDS = 60.0
 # Fields that count layers: a config class may make a list of that length before anybody builds a layer.
 _COUNTS_LAYERS = re.compile(r"(^|_)(layers?|n_layer|depth|depths|blocks)$")
