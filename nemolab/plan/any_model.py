@@ -66,13 +66,13 @@ def plan_any(
             matrix_scalar_bytes(format) if weight.linear else 0
         )
         params[weight.part] += weight.params
-    config = text_config(built.model)
+    depth = getattr(text_config(built.model), "num_hidden_layers", 0)
     return assemble(
         name=name,
         source=f"transformers' model of {shown(where)}, without weights",
         model_type=str(raw.get("model_type")),
         layers=_layers(routed, weights),
-        n_layers=int(getattr(config, "num_hidden_layers", 0) or 0),
+        n_layers=depth if isinstance(depth, int) else 0,  # some families keep one for each tower
         groups=groups,
         expert_width=routed[0].matrices[0][1] if routed else 0,
         routed_scalar_bytes=scalars,
