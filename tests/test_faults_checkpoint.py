@@ -444,6 +444,39 @@ def test_weights_that_say_nothing_about_the_order_are_let_through(kind):
     check_order(packed, scales, "x")
 
 
+PATTERNED = {
+    "sorted throughout": lambda w, i, j: w.flatten().sort().values.reshape(w.shape),
+    "sorted in each row": lambda w, i, j: w.sort(1).values,
+    "sorted rows": lambda w, i, j: w[w.norm(dim=1).argsort()],
+    "of low rank": lambda w, i, j: w[:, :2] @ w[:2],
+    "a chess board": lambda w, i, j: w * ((i // 32 + j // 64) % 2),
+    "a chess board of the tile's own": lambda w, i, j: w * ((i // 32) % 4 == (j // 16) % 4),
+    "a soft chess board": lambda w, i, j: w * (0.05 + (i // 32 + j // 16) % 2),
+    "banded": lambda w, i, j: w * torch.exp(-(i - j).abs() / 20),
+    "a triangle": lambda w, i, j: w.triu(),
+    "blocks of a size each": lambda w, i, j: w * torch.kron(torch.exp(2 * w[::16, ::16]), torch.ones(16, 16)),
+    "rows of a size each": lambda w, i, j: w * torch.exp(4 * w[:, :1]),
+    "columns of a size each": lambda w, i, j: w * torch.exp(4 * w[:1]),
+    "heavy tails": lambda w, i, j: w**5,
+    "mostly zero": lambda w, i, j: w * (w.roll(7) > 2),
+    "one outlier": lambda w, i, j: w * torch.where(i + j == 0, 1e6, 1.0),
+    "waves": lambda w, i, j: torch.sin(i * j / 50) + 0.01 * w,
+    "signs": lambda w, i, j: w.sign(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(128, 64), (256, 128)])
+def test_weights_with_a_pattern_of_their_own_are_never_taken_for_swizzled(shape):
+    i, j = torch.arange(float(shape[0]))[:, None], torch.arange(float(shape[1]))[None]
+    for seed in range(3):
+        weights = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        for name, change in PATTERNED.items():
+            weight = change(weights, i, j)
+            for factor in (448, 256):
+                packed, scales, _ = encode_nvfp4(weight, weight.abs().amax() / (6 * factor))
+                check_order(packed.numpy(), scales.view(torch.uint8).numpy(), name)
+
+
 # --- what is not run is checked in itself
 
 
