@@ -115,13 +115,14 @@ def test_plan_takes_the_expert_format_as_an_option(call, root_path):
 def test_choices_are_those_of_the_package():
     """They stand in the options once more, because importing the package takes a second and `--help` must not."""
     from nemolab.kernels import expert_step
-    from nemolab.plan.precision import EXPERTS_AS
+    from nemolab.plan.weight_formats import EXPERTS_AS, OFFERED
     from nemolab.store.layout import LAYOUTS
 
     def choices(verb, option):
         return next(tuple(found.type.choices) for found in root.commands[verb].params if option in found.opts)
 
     assert choices("plan", "--experts-as") == EXPERTS_AS
+    assert choices("plan", "--dense-as") == OFFERED
     assert choices("repack", "--layout") == LAYOUTS == tuple(expert_step.LAYOUTS)
 
 

@@ -453,7 +453,7 @@ def test_a_format_that_does_not_fit_the_shape_names_the_module():
 
 
 def test_an_unknown_format_is_bad_usage():
-    with pytest.raises(UsageError, match="nvfp4, mxfp4, fp8, bf16 was expected"):
+    with pytest.raises(UsageError, match="nvfp4, mxfp4, fp8, bf16, published was expected"):
         plan_of(SMALL, "int3")
 
 

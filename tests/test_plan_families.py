@@ -126,6 +126,16 @@ def test_formats_asked_for_count_their_scales():
     assert "routed experts are counted as bf16, as asked, not as the mxfp4 the config states" in oss.assumptions
 
 
+def test_experts_nobody_quantised_are_nvfp4_unless_asked_for_as_published():
+    default, published = plan_of(config_of("olmoe-1b-7b")), plan_of(config_of("olmoe-1b-7b"), experts_as="published")
+    assert default.expert_bytes == 3 * 2048 * 1024 * 9 // 16
+    assert "routed experts are counted as nvfp4, the default; experts_as changes it" in default.assumptions
+    assert published.expert_bytes == 3 * 2048 * 1024 * 2
+    assert plan_of(config_of("gpt-oss-20b")).experts_as == "mxfp4"  # what a config states wins over the default
+    odd = plan_of(SMALL | {"moe_intermediate_size": 40})  # rows of 40 are no whole groups of 16
+    assert odd.experts_as == "bf16"
+
+
 def test_dense_as_leaves_routers_tables_and_norms_alone():
     plain, fp8 = plan_of(SMALL), plan_of(SMALL, dense_as="fp8")
     for part in ("router", "embeddings", "norm", "routed"):
@@ -282,7 +292,7 @@ def test_experts_that_cost_nothing_are_no_experts():
     one = plan_of(LONGCAT)
     assert (one.experts, one.top_k, one.groups[0].identities) == (6, 3, 2)
     # transformers makes matrices for the zero-compute experts too; they are left out
-    assert one.parts["routed"] == one.moe_layers * 6 * 3 * 64 * 32 * 2
+    assert one.parts["routed"] == one.moe_layers * 6 * 3 * 64 * 32 * 9 // 16
     assert any("2 zero-compute experts, which read nothing" in line for line in one.assumptions)
 
 
@@ -351,7 +361,7 @@ def test_a_dense_model_has_no_experts_and_says_so():
         }}, "nvfp4", "fp8"),
         ({"quant_method": "compressed-tensors", "ignore": ["lm_head", "re:.*self_attn.*"], "config_groups": {
             "group_0": {"weights": {"type": "int", "num_bits": 4, "group_size": 32}}}}, "int4_32", "bf16"),
-        ({"quant_method": "gptq", "bits": 4}, "bf16", "bf16"),
+        ({"quant_method": "gptq", "bits": 4}, "nvfp4", "bf16"),
     ],
     ids=lambda value: str(value)[:60],
 )  # fmt: skip
@@ -377,7 +387,7 @@ def test_experts_for_pictures_are_no_part_of_a_token():
     one = plan_of({"model_type": "ernie4_5_vl_moe_text"} | sizes)
     assert {group.matrices[0] for group in one.groups} == {(32, 2560)}
     pictures = [share for share in one.split if (share.part, share.module) == ("vision", "experts")]
-    assert [share.bytes for share in pictures] == [one.moe_layers * 64 * 3 * 2560 * 16 * 2]
+    assert [share.bytes for share in pictures] == [one.moe_layers * 64 * 3 * 2560 * 16 * 9 // 16]
 
 
 def test_int4_counts_a_bf16_scale_for_each_group():
@@ -497,7 +507,7 @@ def test_code_that_comes_with_a_model_is_not_run():
 
 def test_an_unknown_format_is_bad_usage():
     for options in ({"experts_as": "int3"}, {"dense_as": "int3"}):
-        with pytest.raises(UsageError, match="nvfp4, mxfp4, fp8, bf16 was expected"):
+        with pytest.raises(UsageError, match="nvfp4, mxfp4, fp8, bf16(, published)? was expected"):
             plan_of(SMALL, **options)
 
 

@@ -10,10 +10,10 @@ from nemolab.units import show_bytes
 @checkpoint_argument
 @click.option(
     "--experts-as",
-    type=click.Choice(["nvfp4", "mxfp4", "fp8", "bf16"]),
+    type=click.Choice(["nvfp4", "mxfp4", "fp8", "bf16", "published"]),
     default=None,
-    help="Format of the routed experts, for a bare config only. Default: what the config states; where it states none"
-    " nvfp4 for a Nemotron-H, the config's dtype for others. A folder's own tensors decide.",
+    help="Format of the routed experts, for a bare config only. Default: what the config states, else nvfp4;"
+    " published: what it states, else its dtype. A folder's own tensors decide.",
 )
 @click.option(
     "--dense-as",

@@ -14,7 +14,16 @@ from nemolab.plan.meta_model import build_model
 from nemolab.plan.model_parts import Weight, ask, list_weights, text_config
 from nemolab.plan.quantization import Quantization, read_quantization
 from nemolab.plan.result import ROUTED, ExpertGroup, Plan, ReadOfEmbeddings, assemble
-from nemolab.plan.weight_formats import NOT_QUANTISED, OFFERED, fits, matrix_scalar_bytes, weight_bytes
+from nemolab.plan.weight_formats import (
+    DEFAULT_EXPERTS,
+    EXPERTS_AS,
+    NOT_QUANTISED,
+    OFFERED,
+    PUBLISHED,
+    fits,
+    matrix_scalar_bytes,
+    weight_bytes,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,15 +44,16 @@ def plan_any(
     """Count a parsed config.json of any family: built without weights, counted by module.
 
     name        what the model is called
-    experts_as  format of the routed experts; default: what the config states, else its dtype
-    dense_as    format of the linear layers that are no experts, but routers; default likewise
+    experts_as  format of the routed experts; default: what the config states, else nvfp4
+    dense_as    format of the linear layers that are no experts, but routers; default: what the
+                config states, else its dtype
     beside      the hf_quant_config.json that lay beside the config, parsed: read where the config states no formats
 
     Raises CheckpointError where transformers cannot build the model, or where nobody can see what an expert is.
     """
-    for option, asked in (("experts_as", experts_as), ("dense_as", dense_as)):
-        if asked is not None and asked not in OFFERED:
-            raise UsageError(f"{option} is {asked!r}; one of {', '.join(OFFERED)} was expected")
+    for option, asked, offered in (("experts_as", experts_as, EXPERTS_AS), ("dense_as", dense_as, OFFERED)):
+        if asked is not None and asked not in offered:
+            raise UsageError(f"{option} is {asked!r}; one of {', '.join(offered)} was expected")
     if facts := read_expert_facts(raw, where):
         return plan_facts(facts, raw, where, name=name, experts_as=experts_as, dense_as=dense_as)
     built = build_model(raw, where)
@@ -108,7 +118,10 @@ class _Formats:
         stated = self.stated.of_experts(found.candidate.name)
         if self.experts_as == "fp8" and stated and stated.startswith("fp8_"):
             return stated  # the same values; the config says how their scales lie
-        return self.experts_as or stated or self.plain
+        if self.experts_as == PUBLISHED:
+            return stated or self.plain
+        default = DEFAULT_EXPERTS if _fit(found, DEFAULT_EXPERTS) else self.plain
+        return self.experts_as or stated or default
 
     def of(self, weight: Weight) -> str:
         plain = self.plain if weight.dtype == "bf16" else weight.dtype
@@ -128,13 +141,16 @@ class _Formats:
         stated = {self.stated.of_experts(found.candidate.name) for found in routed} - {None}
         dtype = f"{self.plain}, {'its dtype' if self.said_plain else 'as it states no dtype'}"
         lines = []
-        if routed and self.experts_as:
+        if routed and self.experts_as == PUBLISHED and not stated:
+            lines.append(f"routed experts are counted in {self.plain}, unquantised, as they are published")
+        elif routed and self.experts_as and self.experts_as != PUBLISHED:
             against = f", not as the {'/'.join(sorted(stated))} the config states" if stated - {self.experts_as} else ""
             lines.append(f"routed experts are counted as {self.experts_as}, as asked{against}")
         elif routed and stated:
             lines.append(f"routed experts are counted as {'/'.join(sorted(stated))}, which the config states")
         elif routed:
-            lines.append(f"routed experts are counted in {self.plain}, unquantised; experts_as changes it")
+            formats = "/".join(sorted({self.of_experts(found) for found in routed}))
+            lines.append(f"routed experts are counted as {formats}, the default; experts_as changes it")
         if self.dense_as:
             lines.append(f"other linear layers but routers are counted as {self.dense_as}, as asked")
         lines.append(f"{self.stated.origin}; what nothing quantises is counted in {dtype}")
@@ -142,6 +158,10 @@ class _Formats:
             kinds = ", ".join(sorted(self.left_plain)[:4])
             lines.append(f"left unquantised, as their rows are no whole groups: {kinds}")
         return [*lines, *self.stated.notes]
+
+
+def _fit(found: RoutedExperts, format: str) -> bool:
+    return all(fits(columns, format) for _, columns in found.matrices)
 
 
 def _widths(model: nn.Module) -> tuple[int, ...]:

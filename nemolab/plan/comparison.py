@@ -13,7 +13,7 @@ from nemolab.checkpoint.json_files import read_json
 from nemolab.errors import NemolabError
 from nemolab.plan.planner import plan
 from nemolab.plan.result import ExpertGroup, Plan
-from nemolab.plan.weight_formats import weight_bytes
+from nemolab.plan.weight_formats import PUBLISHED, weight_bytes
 from nemolab.units import PAGE_BYTES
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def family_configs() -> list[Path]:
 @cache
 def _family_plan(path: Path) -> Plan:
     """Built once: the tables of the README and of a notebook ask for the same."""
-    return plan(path)
+    return plan(path, experts_as=PUBLISHED)
 
 
 def _family_row(path: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from nemolab.errors import CheckpointError
 from nemolab.paths import shown
 from nemolab.plan.quantization import read_quantization
 from nemolab.plan.result import ROUTED, ExpertGroup, Plan, ReadOfEmbeddings, assemble
-from nemolab.plan.weight_formats import matrix_scalar_bytes, weight_bytes
+from nemolab.plan.weight_formats import DEFAULT_EXPERTS, PUBLISHED, matrix_scalar_bytes, weight_bytes
 
 _LARGEST = 2**31 - 1
 _MOST_LAYERS = 4096
@@ -65,7 +65,7 @@ def plan_facts(
 ) -> Plan:
     """Count what a config states about itself, without building anything."""
     stated = read_quantization(raw, shown(where))
-    format = experts_as or stated.experts or "bf16"
+    format = stated.experts or "bf16" if experts_as == PUBLISHED else experts_as or stated.experts or DEFAULT_EXPERTS
     dense_format = dense_as or "bf16"
     size = sum(weight_bytes(rows, columns, format) for rows, columns in facts.shapes)
     group = ExpertGroup(

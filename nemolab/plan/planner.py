@@ -15,8 +15,9 @@ from nemolab.checkpoint.structure import EMBEDDINGS
 from nemolab.errors import CheckpointError, UsageError
 from nemolab.paths import shown
 from nemolab.plan.geometry import kind_of, kv_bytes_per_token, mamba_state_bytes, module_shapes
-from nemolab.plan.precision import EXPERTS_AS, module_bytes, read_precision
+from nemolab.plan.precision import module_bytes, read_precision
 from nemolab.plan.result import ROUTED, ExpertGroup, Plan, ReadOfEmbeddings, assemble
+from nemolab.plan.weight_formats import DEFAULT_EXPERTS, EXPERTS_AS, OFFERED, PUBLISHED
 
 if TYPE_CHECKING:
     from nemolab.checkpoint import Checkpoint
@@ -26,7 +27,7 @@ def plan(path: str | Path, experts_as: str | None = None, dense_as: str | None =
     """Count a checkpoint folder of the Nemotron-H family, or a bare config.json of any family transformers knows.
 
     experts_as  format of the routed experts of a bare config, one of EXPERTS_AS; default: what the config states, else
-                nvfp4 for a Nemotron-H and the config's dtype for others. The tensors of a folder decide for
+                nvfp4; "published": what the config states, else its dtype. The tensors of a folder decide for
                 themselves, and the result says that the option was not used.
     dense_as    likewise for the linear layers that are no experts and no router; default: what the config states, else
                 its dtype
@@ -135,9 +136,12 @@ def plan_config(
     assumptions = [precision.origin, *config.notes]
     if unused := precision.unused:
         assumptions.append(f"{len(unused)} of its entries name no module of this model, such as {unused[0]}")
-    for option, asked in (("experts_as", experts_as), ("dense_as", dense_as)):
-        if asked and asked not in EXPERTS_AS:
-            raise UsageError(f"{option} is {asked!r}; one of {', '.join(EXPERTS_AS)} was expected")
+    for option, asked, offered in (("experts_as", experts_as, EXPERTS_AS), ("dense_as", dense_as, OFFERED)):
+        if asked and asked not in offered:
+            raise UsageError(f"{option} is {asked!r}; one of {', '.join(offered)} was expected")
+    default_experts = DEFAULT_EXPERTS
+    if experts_as == PUBLISHED:
+        experts_as, default_experts = None, "bf16"
     split: Counter[tuple[str, str, str]] = Counter()
     params: Counter[str] = Counter()
     forms: dict[str, tuple] = {}
@@ -147,7 +151,7 @@ def plan_config(
         if module.part == ROUTED:
             said = precision.said.get(module.name)
             stated.add(said)
-            format = experts_as or said or EXPERTS_AS[0]
+            format = experts_as or said or default_experts
             layer = module.name.partition(".experts.")[0]
             one = (format, module.shape, module_bytes(module, format) // module.copies)
             forms[layer] = (*forms.get(layer, ()), one)
@@ -158,7 +162,7 @@ def plan_config(
             split[module.part, module.kind, format] += size
             params[module.part] += module.params + module.copies * module.biased * module.shape[0]
     form = _same_form(forms, where)
-    assumptions.insert(0, _experts_sentence(experts_as, stated - {None}))
+    assumptions.insert(0, _experts_sentence(experts_as, default_experts, stated - {None}))
     if dense_as:
         assumptions.insert(1, f"other linear layers but routers are counted as {dense_as}, as asked")
     if config.num_nextn_predict_layers:
@@ -185,12 +189,13 @@ def _name_of(raw: dict, file: Path) -> str:
     return str(named or (file.stem if file.stem != "config" else file.resolve().parent.name))
 
 
-def _experts_sentence(experts_as: str | None, stated: set[str]) -> str:
+def _experts_sentence(experts_as: str | None, default: str, stated: set[str]) -> str:
     said = "/".join(sorted(stated))
     if experts_as is None:
         if said:
             return f"routed experts are counted as {said}, which the config states"
-        return f"routed experts are counted as {EXPERTS_AS[0]}, the default; experts_as changes it"
+        why = "the default" if default == DEFAULT_EXPERTS else "unquantised"
+        return f"routed experts are counted as {default}, {why}; experts_as changes it"
     against = f", not as the {said} the config states" if stated and stated != {experts_as} else ""
     return f"routed experts are counted as {experts_as}, as asked{against}"
 

@@ -18,9 +18,8 @@ from nemolab.checkpoint.modules import PLAIN_FORMATS
 from nemolab.checkpoint.quant_metadata import PLAIN, QuantMetadata, containers, read_metadata
 from nemolab.errors import CheckpointError
 from nemolab.plan.geometry import ModuleShape
-from nemolab.plan.weight_formats import NOT_QUANTISED, OFFERED, fits
+from nemolab.plan.weight_formats import NOT_QUANTISED, fits
 
-EXPERTS_AS = OFFERED  # what a bare config may be asked to be counted as, the default first
 F32_BYTES = 4
 # Formats whose modules store a factor for the weight and, where inputs were calibrated, one for the input.
 _WITH_SCALARS = ("nvfp4", "fp8")

@@ -9,6 +9,10 @@ from nemolab.errors import CheckpointError
 F32_BYTES = 4
 # What the options offer; the formats a config states may be others, such as fp8_128x128 or int4_32.
 OFFERED = ("nvfp4", "mxfp4", "fp8", "bf16")
+# For experts also: as the config states, else in its dtype. Without an option, experts nobody quantised are NVFP4.
+PUBLISHED = "published"
+EXPERTS_AS = (*OFFERED, PUBLISHED)
+DEFAULT_EXPERTS = OFFERED[0]
 # Parts to whose matrices a format that is asked for all the rest does not apply: files leave them unquantised.
 NOT_QUANTISED = ("router", "embeddings", "norm", "vision")
 PLAIN_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "f64": 8, "i64": 8, "i32": 4, "u8": 1, "bool": 1}
