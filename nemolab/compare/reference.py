@@ -1,12 +1,14 @@
 """The reference: transformers' NemotronH in float32 on the CPU, one block in memory at a time.
 
 All texts go through a block together, so the weights are read once; a Nemotron-3-Super (120B) needs about 4 GiB so
-(`peak_bytes` gives the arithmetic), where the whole model in float32 would need 450. Two things of transformers are set
-right here, and recorded in `Reference.settings`:
+(`peak_bytes` gives the arithmetic), where the whole model in float32 would need 450. Things of transformers that are set
+right here:
 
 - The Mamba time step. The chunked path floors it at `time_step_min`, the one-token path does not, and neither follows
-  the checkpoint's `time_step_limit`. The limit (absent: 0 to infinity) is set on every mixer and checked. `stock=True`
-  leaves transformers as it is, to show that the self-check sees the difference.
+  the checkpoint's `time_step_limit`. The limit (absent: 0 to infinity) is set on every mixer, checked and recorded in
+  `Reference.settings`. `stock=True` leaves transformers as it is, to show that the self-check sees the difference.
+- Attention's projections have no biases in transformers, whatever `attention_bias` says; the vendor's own model code
+  gives all four one. They get theirs.
 - Attention outside a whole model is causal only under an implementation that masks by itself ("sdpa").
 """
 
@@ -67,6 +69,7 @@ class Reference:
         self.layer_types = checkpoint.config.layer_types
         # transformers builds a shared expert whatever n_shared_experts says.
         self._shared_experts = checkpoint.config.n_shared_experts > 0
+        self._attention_bias = checkpoint.config.attention_bias
         self.time_step_limit = (self.config.time_step_min, math.inf) if stock else checkpoint.config.time_step_limit
         self.stock = stock
         self.weights = SourceWeights(checkpoint)
@@ -152,6 +155,8 @@ class Reference:
         """One block with its weights in float32; routed experts stay in the files until they are asked for."""
         with torch.device("meta"):
             block = self._modeling.NemotronHBlock(self.config, layer_idx=index).eval()
+            if self.layer_types[index] == "attention" and self._attention_bias:
+                add_attention_biases(block.mixer)
         prefix = f"backbone.layers.{index}"
         if self.layer_types[index] == "moe":
             self._stand_in_for_experts(block.mixer.experts, f"{prefix}.mixer.experts")
@@ -257,6 +262,13 @@ class _AddsNothing(torch.nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(hidden)
+
+
+def add_attention_biases(mixer: torch.nn.Module) -> None:
+    """Projections with a bias in place of those without."""
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        plain = getattr(mixer, name)
+        setattr(mixer, name, torch.nn.Linear(plain.in_features, plain.out_features, bias=True))
 
 
 def transformers_config(config: ModelConfig):
