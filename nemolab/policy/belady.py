@@ -46,10 +46,9 @@ def find_next_use(keys, starts, next_use, coming):
 
 
 @jit
-def _rank(state, key):
-    """Lower leaves first: the farther the next use, then the less recent."""
-    state.clock[0] += 1
-    return (np.int64(state.never - state.coming[key]) << CLOCK_BITS) + state.clock[0]
+def _rank(state, key, placed):
+    """Lower leaves first: the farther the next use, then the less recent. placed: the time of placing."""
+    return (np.int64(state.never - state.coming[key]) << CLOCK_BITS) + placed
 
 
 def meet(state, key, held):
@@ -67,7 +66,8 @@ def remove(state, key):
 def place(state, key, how, at):
     if how != PREFETCHED:
         state.coming[key] = state.next_use[at]
-    rank = _rank(state, key)
+    state.clock[0] += 1
+    rank = _rank(state, key, state.clock[0])
     if how == HIT:
         rerank(state.heap, key, rank)
     else:
@@ -80,7 +80,8 @@ def pass_by(state, entries, keys, first, last):
         key = np.int64(keys[at])
         state.coming[key] = state.next_use[at]
         if entries[key].held:
-            rerank(state.heap, key, _rank(state, key))
+            placed = state.heap.ranks[state.heap.where[key]] & ((1 << CLOCK_BITS) - 1)  # nothing is refreshed
+            rerank(state.heap, key, _rank(state, key, placed))
 
 
 def _variant(name: str, about: str, forced: bool) -> Policy:

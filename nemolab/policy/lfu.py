@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from nemolab.jit import jit
-from nemolab.policy.heap import Heap, lowest_unmarked, push, start_heap, take_out
-from nemolab.policy.interface import PREFETCHED, Policy, Setting, ignore, register
+from nemolab.policy.heap import Heap, lowest_unmarked, push, rerank, start_heap, take_out
+from nemolab.policy.interface import HIT, PREFETCHED, Policy, Setting, ignore, register
 
 CLOCK_BITS = 36  # of a rank: counts above, the time of placing below (6.9e10 placements, counts to 1.3e8)
 
@@ -35,9 +35,17 @@ def rank_by(clock, count):
     return (count << CLOCK_BITS) + clock[0]
 
 
+@jit
+def move_up(heap, key, how, rank):
+    """A hit keeps its place in the heap until it has counted: from there it sinks a little, seldom to the bottom."""
+    if how == HIT:
+        rerank(heap, key, rank)
+    else:
+        push(heap, key, rank)
+
+
 def meet(state, key, held):
-    if held:
-        take_out(state.heap, key)
+    pass
 
 
 def choose(state, entries, stamp):
@@ -51,7 +59,7 @@ def remove(state, key):
 def place(state, key, how, at):
     if how != PREFETCHED:
         state.count[key] += 1
-    push(state.heap, key, rank_by(state.clock, state.count[key]))
+    move_up(state.heap, key, how, rank_by(state.clock, state.count[key]))
     return True
 
 

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from nemolab.policy import lfu
-from nemolab.policy.heap import Heap, lowest_unmarked, push, start_heap
+from nemolab.policy.heap import Heap, lowest_unmarked, start_heap
 from nemolab.policy.interface import PREFETCHED, Policy, Setting, ignore, register
-from nemolab.policy.lfu import rank_by
+from nemolab.policy.lfu import move_up, rank_by
 from nemolab.policy.lfu_incache import remove
 
 
@@ -42,7 +42,7 @@ def place(state, key, how, at):
     if how != PREFETCHED:
         state.count[key] += 1
     state.weight[key] = state.count[key] + state.age[0]
-    push(state.heap, key, rank_by(state.clock, state.weight[key]))
+    move_up(state.heap, key, how, rank_by(state.clock, state.weight[key]))
     return True
 
 
