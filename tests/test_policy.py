@@ -208,6 +208,18 @@ def test_a_prompt_pass_neither_refreshes_nor_inserts():
     assert list(cache) == [0, 1, 2]
 
 
+def test_another_budget_holds_from_then_on():
+    cache = Cache(10, 6, 1)
+    cache.batch([0, 1, 2])
+    cache.resize(3)
+    assert list(cache) == [0, 1, 2] and cache.batch([3]).victims == [0]
+    with pytest.raises(ValueError, match="2 bytes for a cache that holds 3"):
+        cache.resize(2)
+    for name in ("slru", "s3fifo", "arc"):
+        with pytest.raises(ValueError, match=f"{name} shares its budget out"):
+            Cache(10, 6, 1, policy=POLICIES[name]).resize(5)
+
+
 def test_random_dice_are_those_of_the_seed():
     def run(seed):
         cache = Cache(50, 10, 1, policy=POLICIES["random"], seed=seed)
