@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
+from nemolab.checkpoint.layer_lists import LETTERS
 from nemolab.synthetic import Form, FormatTable, write_form
-from nemolab.synthetic.shapes import LAYERS_AS, LETTERS, spell_layers
+from nemolab.synthetic.shapes import LAYERS_AS, spell_layers
 from nemolab.synthetic.small_files import WHOLE_VOCAB as SMALLEST_VOCAB
 from nemolab.synthetic.small_files import write_small_files
 from nemolab.synthetic.vision import Vision
@@ -103,9 +104,8 @@ def write_checkpoint(
         "residual_in_fp32": False, "max_position_embeddings": 4096, "bos_token_id": 1, "eos_token_id": 2,
         "pad_token_id": 0,
     }  # fmt: skip
-    kinds = {name: kind for kind, name in LETTERS.items()}
     field, _, words = LAYERS_AS[SPELLINGS[layer_spelling]]
-    text[field] = spell_layers([kinds[letter] for letter in pattern], words)
+    text[field] = spell_layers([LETTERS[letter] for letter in pattern], words)
     if latent:
         text["moe_latent_size"] = latent
     if mtp:

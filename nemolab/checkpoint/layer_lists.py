@@ -2,7 +2,8 @@
 
 from nemolab.errors import CheckpointError
 
-_LETTERS = {"M": "mamba", "E": "moe", "*": "attention", "-": "mlp"}
+# Of a pattern.
+LETTERS = {"M": "mamba", "E": "moe", "*": "attention", "-": "mlp"}
 _WORDS = {
     "mamba": "mamba",
     "linear_attention": "mamba",
@@ -36,7 +37,7 @@ def read_layer_list(config: dict, where: str, spellings: tuple[str, ...] = SPELL
 
 def _parse(value: object, where: str) -> tuple[str, ...]:
     if isinstance(value, str):
-        table, kind, items = _LETTERS, "letter", list(value)
+        table, kind, items = LETTERS, "letter", list(value)
     elif isinstance(value, list):
         table, kind, items = _WORDS, "word", value
     else:

@@ -4,6 +4,7 @@ Canonical is the vendor's Nemotron-3-Super spelling: backbone.layers.N.mixer...,
 lm_head.weight, mtp.... Vision tensors keep the names they are stored under.
 """
 
+import re
 from collections.abc import Iterable
 
 from nemolab.errors import CheckpointError
@@ -49,10 +50,10 @@ def canonical_name(name: str, prefix: str) -> str:
 
 
 def stored_name(canonical: str, prefix: str) -> str:
-    """The way back: how a checkpoint of this prefix spells a canonical name."""
+    """The way back: how a checkpoint of this prefix spells the canonical name of a tensor or module."""
     if canonical.startswith(CANONICAL_BACKBONE):
         return prefix + canonical[len(CANONICAL_BACKBONE) :]
-    return PREFIXES.get(prefix, "") + canonical if canonical.startswith(("lm_head.", "mtp.")) else canonical
+    return PREFIXES.get(prefix, "") + canonical if canonical.partition(".")[0] in ("lm_head", "mtp") else canonical
 
 
 def prefix_of(entries: Iterable) -> str:
@@ -62,6 +63,15 @@ def prefix_of(entries: Iterable) -> str:
         if entry.name.startswith(CANONICAL_BACKBONE) and entry.source_name.endswith(rest):
             return entry.source_name.removesuffix(rest)
     return CANONICAL_BACKBONE
+
+
+def kind_of(name: str, part: str) -> str:
+    """What a module is wherever it stands: `in_proj`, `shared_experts.up_proj`, `experts`, `lm_head`, `mtp.q_proj`."""
+    if part == "vision":
+        return "vision"
+    kind = re.sub(r"^(backbone\.|mtp\.)?(layers\.\d+\.)?(mixer\.)?", "", name)
+    kind = re.sub(r"^experts\..*", "experts", kind)
+    return f"mtp.{kind}" if part == "mtp" else kind
 
 
 def is_mtp(canonical: str) -> bool:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from nemolab.checkpoint.config import ModelConfig
-from nemolab.checkpoint.structure import expect_modules
+from nemolab.checkpoint.names import kind_of
+from nemolab.checkpoint.structure import Expected, expect_modules, expect_mtp
 
 # What the multi-token-prediction block is made of where a config asks for one and does not say.
 DEFAULT_MTP_LAYERS = ("attention", "moe")
@@ -48,45 +49,35 @@ class ModuleShape:
         return kind_of(self.name, self.part)
 
 
-def kind_of(name: str, part: str) -> str:
-    """What a module is wherever it stands: `in_proj`, `shared_experts.up_proj`, `experts`, `lm_head`, `mtp.q_proj`."""
-    if part == "vision":
-        return "vision"
-    kind = re.sub(r"^(backbone\.|mtp\.)?(layers\.\d+\.)?(mixer\.)?", "", name)
-    kind = re.sub(r"^experts\..*", "experts", kind)
-    return f"mtp.{kind}" if part == "mtp" else kind
-
-
 def module_shapes(config: ModelConfig) -> list[ModuleShape]:
     """All modules of the language model, MTP last. Vision is not described by the language model's config."""
     return [*_backbone(config), *_mtp(config)]
 
 
 def _backbone(config: ModelConfig) -> Iterator[ModuleShape]:
-    # One expert a layer stands for all: a config of a stranger may claim millions of them.
-    for name, module in expect_modules(replace(config, n_routed_experts=1)).items():
+    yield from _count(expect_modules(_with_one_expert(config)), config)
+
+
+def _mtp(config: ModelConfig) -> Iterator[ModuleShape]:
+    """One multi-token-prediction block, stored once however often it is applied. It shares the head."""
+    if config.num_nextn_predict_layers:
+        layer_types = config.mtp_layer_types or DEFAULT_MTP_LAYERS
+        one = replace(_with_one_expert(config), num_nextn_predict_layers=1, mtp_layer_types=layer_types)
+        yield from (replace(module, part="mtp") for module in _count(expect_mtp(one), config))
+
+
+def _with_one_expert(config: ModelConfig) -> ModelConfig:
+    """One expert a layer stands for all: a config of a stranger may claim millions of them."""
+    return replace(config, n_routed_experts=1)
+
+
+def _count(expected: dict[str, Expected], config: ModelConfig) -> Iterator[ModuleShape]:
+    """The modules of a config with one expert, as they are with all."""
+    for name, module in expected.items():
         shape = (config.n_experts, *module.shape[1:]) if module.part == "router" else module.shape
         dtype = "f32" if name.endswith("e_score_correction_bias") else "bf16"
         copies = config.n_experts if module.part == "routed" else 1
         yield ModuleShape(name, module.part, shape, dtype, copies, module.bias)
-
-
-def _mtp(config: ModelConfig) -> Iterator[ModuleShape]:
-    """The multi-token-prediction block: two norms and a projection in front, its layers, a norm behind.
-
-    It shares the head, and is stored once however often it is applied.
-    """
-    if not config.num_nextn_predict_layers:
-        return
-    layer_types = config.mtp_layer_types or DEFAULT_MTP_LAYERS
-    hidden, last = config.hidden_size, len(layer_types) - 1
-    yield ModuleShape("mtp.layers.0.enorm", "mtp", (hidden,))
-    yield ModuleShape("mtp.layers.0.hnorm", "mtp", (hidden,))
-    yield ModuleShape("mtp.layers.0.eh_proj", "mtp", (hidden, 2 * hidden))
-    for module in _backbone(replace(config, layer_types=layer_types)):
-        if module.name.startswith("backbone.layers."):
-            yield replace(module, name=module.name.replace("backbone", "mtp", 1), part="mtp")
-    yield ModuleShape(f"mtp.layers.{last}.final_layernorm", "mtp", (hidden,))
 
 
 def mamba_state_bytes(config: ModelConfig) -> int:

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 from nemolab.checkpoint.config import CONFIG_FILE, NESTED_KEYS, ModelConfig
 from nemolab.checkpoint.formats import matrix_bytes
 from nemolab.checkpoint.json_files import read_json
+from nemolab.checkpoint.names import kind_of
 from nemolab.checkpoint.quant_metadata import HF_QUANT_FILE
 from nemolab.checkpoint.structure import EMBEDDINGS
 from nemolab.errors import CheckpointError, UsageError
 from nemolab.paths import shown
-from nemolab.plan.geometry import kind_of, kv_bytes_per_token, mamba_state_bytes, module_shapes
+from nemolab.plan.geometry import kv_bytes_per_token, mamba_state_bytes, module_shapes
 from nemolab.plan.precision import module_bytes, read_precision
 from nemolab.plan.result import ROUTED, ExpertGroup, Plan, ReadOfEmbeddings, assemble
 from nemolab.plan.weight_formats import DEFAULT_EXPERTS, EXPERTS_AS, OFFERED, PUBLISHED

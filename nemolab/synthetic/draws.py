@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from statistics import NormalDist
@@ -164,6 +165,18 @@ class Numbers:
 
     def fill(self, out: np.ndarray, random: np.ndarray, first_row: int, rows: int) -> None:
         out[...] = to_bits(self.format, self.values).reshape(out.shape)
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A vector whose values follow from their number: rule(float64 [length], length), the same for every seed."""
+
+    format: str
+    rule: Callable[[np.ndarray, int], np.ndarray]
+    in_place, random_bytes = False, 0
+
+    def fill(self, out: np.ndarray, random: np.ndarray, first_row: int, rows: int) -> None:
+        out[...] = to_bits(self.format, self.rule(np.arange(out.size, dtype=float), out.size)).reshape(out.shape)
 
 
 @dataclass(frozen=True)

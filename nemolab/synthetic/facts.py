@@ -8,6 +8,7 @@ from typing import Any
 from nemolab.checkpoint.formats import matrix_bytes
 from nemolab.synthetic.draws import popularity
 from nemolab.synthetic.form import Form
+from nemolab.synthetic.shapes import spell_layers
 from nemolab.synthetic.tensors import Direction, Tensor
 from nemolab.units import PAGE_BYTES
 
@@ -38,14 +39,13 @@ class Facts:
 def shape_facts(form: Form, tensors: list[Tensor]) -> Facts:
     """The facts of a form whose tensors are listed."""
     config = form.config
-    letters = {"mamba": "M", "moe": "E", "attention": "*", "mlp": "-"}
     moe, expert_bytes = len(config.moe_layers), 0
     if moe:
         format = form.formats.of(f"backbone.layers.{config.moe_layers[0]}.mixer.experts.0.up_proj", "routed", 0)
         expert_bytes = 2 * matrix_bytes(config.expert_inter, config.expert_in, format)
     return Facts(
         layers=config.num_hidden_layers,
-        pattern="".join(letters[kind] for kind in config.layer_types),
+        pattern=spell_layers(config.layer_types, None),
         moe_layers=moe,
         experts=config.n_experts if moe else 0,
         top_k=config.top_k if moe else 0,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,10 +9,12 @@ from typing import Any
 
 from nemolab.checkpoint.config import ModelConfig
 from nemolab.checkpoint.formats import GROUP
+from nemolab.checkpoint.names import kind_of
 from nemolab.errors import UsageError
 from nemolab.synthetic.vision import Vision
 
 QUANTISED = ("nvfp4", "fp8")
+MOST_EXPERTS = 200_000  # listing goes through every tensor: ten times a Super is about a minute
 LEAST_ACTIVE = 8  # neurons of an expert that a token should find active
 
 _OWNERS = {  # kind of module -> kind of layer it stands in
@@ -91,13 +92,6 @@ class Form:
         return self.input_scale and format in QUANTISED and format not in self.weight_only
 
 
-def kind_of(module: str, part: str) -> str:
-    """What a module is wherever it stands: `in_proj`, `shared_experts.up_proj`, `experts`, `mtp.experts`, `lm_head`."""
-    kind = re.sub(r"^(backbone\.|mtp\.)?(layers\.\d+\.)?(mixer\.)?", "", module)
-    kind = re.sub(r"^experts\..*", "experts", kind)
-    return f"mtp.{kind}" if part == "mtp" else kind
-
-
 def layer_type_of(kind: str) -> str | None:
     """The type of layer a kind of module stands in; None for what stands in no layer."""
     if kind.startswith("mtp."):
@@ -108,12 +102,25 @@ def layer_type_of(kind: str) -> str | None:
 
 
 def check_form(form: Form) -> None:
-    """Refuse what cannot be stored or run as asked, before anything is written. Raises UsageError naming the field."""
+    """Refuse what cannot be stored or run as asked, before anything is listed. Raises UsageError naming the field."""
     from nemolab.synthetic.tensors import list_linears
 
     config = form.config
-    if "moe" in config.layer_types and config.moe_intermediate_size % GROUP:
-        raise UsageError(f"moe_intermediate_size is {config.moe_intermediate_size}; neurons come in groups of {GROUP}")
+    checks = [
+        (config.num_nextn_predict_layers <= 1, "num_nextn_predict_layers", "0 or 1, the blocks that releases store,"),
+        (config.mlp_hidden_act == "relu2", "mlp_hidden_act", "relu2, which the family computes,"),
+        (config.mamba_hidden_act == "silu", "mamba_hidden_act", "silu, which the family computes,"),
+    ]
+    if "moe" in config.layer_types:
+        experts = config.n_experts * (*config.layer_types, *config.mtp_layer_types).count("moe")
+        checks += [
+            (experts <= MOST_EXPERTS, "n_routed_experts", f"at most {MOST_EXPERTS:,} experts in all layers"),
+            (config.n_experts // config.n_group > 1, "n_routed_experts", "two experts a group, as routing needs,"),
+            (config.moe_intermediate_size % GROUP == 0, "moe_intermediate_size", f"neurons in groups of {GROUP}"),
+        ]
+    for holds, name, needed in checks:
+        if not holds:
+            raise UsageError(f"{name} is {getattr(config, name)!r}; {needed} was expected")
     for name, (rows, columns), format in list_linears(form):
         if format == "nvfp4" and columns % GROUP:
             raise UsageError(

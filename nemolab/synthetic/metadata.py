@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from nemolab.checkpoint.formats import GROUP
+from nemolab.checkpoint.names import stored_name
 from nemolab.synthetic.form import QUANTISED, Form
-from nemolab.synthetic.tensors import list_linears, stored_name
+from nemolab.synthetic.tensors import list_linears
 
 PRODUCER = {"name": "modelopt", "version": "0.0+nemolab.synthetic"}
-GROUP_SIZE = 16
 
 
 def config_json(form: Form) -> dict[str, Any]:
@@ -26,7 +27,7 @@ def hf_quant_json(form: Form) -> dict[str, Any] | None:
         return None
     algorithms, plain = _algorithms(form)
     if form.uniform:
-        said = {"quant_algo": "NVFP4", "kv_cache_quant_algo": form.kv_cache, "group_size": GROUP_SIZE}
+        said = {"quant_algo": "NVFP4", "kv_cache_quant_algo": form.kv_cache, "group_size": GROUP}
         plain = plain + _not_linear(form, "mamba")
         return {"producer": PRODUCER, "quantization": said | {"exclude_modules": plain}}
     said = {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": form.kv_cache}
@@ -93,7 +94,7 @@ def _not_linear(form: Form, *kinds: str) -> list[str]:
 
 def _table(algorithms: dict[str, str]) -> dict[str, dict[str, Any]]:
     return {
-        module: {"quant_algo": algorithm} | ({} if algorithm == "FP8" else {"group_size": GROUP_SIZE})
+        module: {"quant_algo": algorithm} | ({} if algorithm == "FP8" else {"group_size": GROUP})
         for module, algorithm in algorithms.items()
     }
 
@@ -102,5 +103,5 @@ def _group(algorithm: str) -> dict[str, Any]:
     if algorithm == "FP8":
         numbers = {"dynamic": False, "num_bits": 8, "type": "float"}
     else:
-        numbers = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": GROUP_SIZE}
+        numbers = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": GROUP}
     return {"weights": numbers} if algorithm.startswith("W4A16") else {"input_activations": numbers, "weights": numbers}

@@ -16,13 +16,13 @@ from typing import Any
 from nemolab import paths
 from nemolab.checkpoint.config import ModelConfig
 from nemolab.checkpoint.json_files import read_json
-from nemolab.checkpoint.layer_lists import MTP_SPELLINGS, SPELLINGS, read_layer_list
+from nemolab.checkpoint.layer_lists import LETTERS, MTP_SPELLINGS, SPELLINGS, read_layer_list
+from nemolab.checkpoint.names import kind_of
 from nemolab.checkpoint.quant_metadata import read_metadata
 from nemolab.errors import CheckpointError, UsageError
-from nemolab.synthetic.form import Form, FormatTable, check_form, kind_of, layer_type_of
+from nemolab.synthetic.form import Form, FormatTable, check_form, layer_type_of
 from nemolab.synthetic.vision import LAYOUTS, Vision
 
-LETTERS = {"mamba": "M", "moe": "E", "attention": "*", "mlp": "-"}
 _LINEAR_WORDS = {"mamba": "linear_attention", "attention": "full_attention"}
 # How a config may say its layers -> (field, field for MTP, the words of a list; None: letters).
 LAYERS_AS = {
@@ -206,6 +206,8 @@ def _apply(fields: dict, settings: dict, *, multimodal: bool) -> tuple[dict[str,
         layers = read_layer_list(whole, "the settings")
     except CheckpointError as error:
         raise UsageError(str(error)) from error
+    if layers is None:
+        raise UsageError("the list of layers is null; a pattern such as MEM*E was expected")
     if count is not None and (type(count) is not int or not 1 <= count <= len(layers)):
         raise UsageError(
             f"num_hidden_layers is {count!r}; the list of layers has {len(layers)}, set the pattern instead"
@@ -230,7 +232,8 @@ def _text_config(fields: dict, known: Shape, layers, mtp_layers, layers_as: str)
 def spell_layers(layers, words: dict[str, str] | None) -> str | list[str]:
     """Kinds of layers as a pattern (no words) or as a list, the words given in place of the usual ones."""
     if words is None:
-        return "".join(LETTERS[layer] for layer in layers)
+        letters = {kind: letter for letter, kind in LETTERS.items()}
+        return "".join(letters[layer] for layer in layers)
     return [words.get(layer, layer) for layer in layers]
 
 

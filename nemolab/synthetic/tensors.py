@@ -13,12 +13,13 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import NormalDist
 
-from nemolab.checkpoint.config import ModelConfig
-from nemolab.checkpoint.names import CANONICAL_BACKBONE, PREFIXES
-from nemolab.checkpoint.structure import HEAD, Expected, expect_modules
+import numpy as np
+
+from nemolab.checkpoint.names import CANONICAL_BACKBONE, stored_name
+from nemolab.checkpoint.structure import HEAD, Expected, expect_modules, expect_mtp
 from nemolab.synthetic import draws
 from nemolab.synthetic.draws import NOTHING, Plant
 from nemolab.synthetic.floats import BITS
@@ -128,7 +129,7 @@ class _Lister:
         for name, expected in expect_modules(self.config).items():
             layer = layer_of(name)
             yield name, expected.part, expected, ordinals[layer] if layer is not None else 0
-        for name, expected in mtp_modules(self.config).items():
+        for name, expected in expect_mtp(self.config).items():
             yield name, "mtp", expected, 0
 
     def _module(self, name: str, part: str, expected: Expected, ordinal: int) -> Iterator[Tensor]:
@@ -195,13 +196,8 @@ class _Lister:
 
     def _vector(self, name: str, role: str, width: int):
         way = self.direction
-        if role == "A_log":
-            return draws.Numbers("bf16", tuple(math.log(head + 1) for head in range(width)))
-        if role == "dt_bias":
-            steps = [math.exp(math.log(1e-3) + math.log(100) * head / max(1, width - 1)) for head in range(width)]
-            return draws.Numbers("bf16", tuple(math.log(math.expm1(step)) for step in steps))
-        if role == "D":
-            return draws.Numbers("bf16", (1.0,) * width)
+        if role in HEADS:
+            return draws.Counted("bf16", HEADS[role])
         if role == "gate.e_score_correction_bias":
             return draws.Popularity(self.config.top_k, self.form.skew)
         if name == "backbone.norm_f" and self.config.tie_word_embeddings:
@@ -242,29 +238,15 @@ class _Lister:
         return Tensor(stored_name(key, self.form.prefix), key, dtype, tuple(shape), draw)
 
 
+# Linear maps into the residual stream, or into what experts read: their biases leave the common direction alone.
 WRITERS = ("out_proj", "o_proj", "down_proj", "shared_experts.down_proj", "fc2_latent_proj", "fc1_latent_proj")
 
-
-def mtp_modules(config: ModelConfig) -> dict[str, Expected]:
-    """The multi-token-prediction block: norms and a projection in front, its layers, a norm behind."""
-    if not config.num_nextn_predict_layers:
-        return {}
-    layer_types, hidden = config.mtp_layer_types or ("attention", "moe"), config.hidden_size
-    found = {f"mtp.layers.0.{name}": Expected("mtp", (hidden,)) for name in ("enorm", "hnorm")}
-    found["mtp.layers.0.eh_proj"] = Expected("mtp", (hidden, 2 * hidden))
-    for name, module in expect_modules(replace(config, layer_types=layer_types)).items():
-        if name.startswith("backbone.layers."):
-            found[name.replace("backbone", "mtp", 1)] = module
-    found[f"mtp.layers.{len(layer_types) - 1}.final_layernorm"] = Expected("mtp", (hidden,))
-    return found
-
-
-def stored_name(canonical: str, prefix: str) -> str:
-    """A canonical name as a checkpoint with this prefix spells it."""
-    if canonical.startswith(CANONICAL_BACKBONE):
-        return prefix + canonical.removeprefix(CANONICAL_BACKBONE)
-    root = PREFIXES[prefix]
-    return root + canonical if canonical.startswith((f"{HEAD}.", "mtp.")) or canonical == HEAD else canonical
+# What a Mamba head begins as, by its number and how many there are.
+HEADS = {
+    "A_log": lambda head, heads: np.log(head + 1),
+    "dt_bias": lambda head, heads: np.log(np.expm1(1e-3 * 100 ** (head / max(1, heads - 1)))),
+    "D": lambda head, heads: np.ones_like(head),
+}
 
 
 def layer_of(name: str) -> int | None:
