@@ -1,12 +1,13 @@
 """Repacks that are killed, for tests/test_kills.py: one process that has imported everything forks them by the dozen.
 
-    python kills.py JOB SOURCE FOLDER MODE SEED
+    python kills.py SOURCE FOLDER SEED MORE
 
-JOB     repack (into FOLDER/n) or ensure (into the cache folder FOLDER/n)
-MODE    calls: for each of the system calls a repack makes, one that dies before it, after it or half-way through it
-        delays: killed again and again after random delays, by SIGKILL or SIGTERM, until one gets through
-Prints one JSON document: {"kills", "resumed_blocks", "problems", "calls"}. A problem is whatever looked finished and
-was not, or a rerun that failed or ended with other bytes than an undisturbed run.
+Storms  repack calls   a repack dies before, after and half-way through each kind of system call that it makes
+        ensure calls   the same of a store made on the way, at a few calls
+        repack delays  killed again and again after random delays, by SIGKILL, SIGTERM or SIGHUP, until one gets through
+MORE    0 for the short ones; further calls and rounds, at random, for long ones
+Prints {storm: {"kills", "resumed_blocks", "problems", "calls"}} as JSON. A problem is whatever looked finished and was
+not, or a rerun that failed or ended with other bytes than an undisturbed run.
 """
 
 import builtins
@@ -27,7 +28,8 @@ from nemolab.store import Store, ensure_store, repack
 CALLS = (
     "open", "mkdir", "replace", "unlink", "fsync", "ftruncate", "posix_fallocate", "pwrite", "pwritev", "write",
 )  # fmt: skip
-POINTS = 32  # of the calls a run makes, spread over them
+WRITES = ("pwrite", "pwritev", "write")  # those that can die half-way
+FEW_POINTS, FEW_ROUNDS = 5, 3
 
 
 def quiet(line):
@@ -93,7 +95,7 @@ def die_at(point, how):
             made.append(name)
             if len(made) != point:
                 return real(*arguments, **named)
-            if how == "half" and name in ("pwritev", "write", "pwrite"):
+            if how == "half" and name in WRITES:
                 data = arguments[1][0] if name == "pwritev" else arguments[1]
                 half = memoryview(data)[: memoryview(data).nbytes // 2 // 4096 * 4096 or memoryview(data).nbytes // 2]
                 real(arguments[0], [half] if name == "pwritev" else half, *arguments[2:])
@@ -145,51 +147,69 @@ class Killer:
         self.resumed.append(answer["resumed_blocks"])
         shutil.rmtree(folder)
 
-    def die_at_calls(self, wanted, total, generator):
-        points = sorted(generator.sample(range(1, total + 1), min(POINTS, total)))
-        for number, point in enumerate(points):
-            folder = self.folder / f"call-{point}"
-            how = ("before", "after", "half")[number % 3]
-            code, answer = outcome(*self.run(folder, point, how))
+    def die_at_calls(self, wanted, points, total, generator):
+        """points: (number of the call, how to die at it)."""
+        for number, (point, how) in enumerate(points):
+            folder = self.folder / f"call-{number}"
+            code, _ = outcome(*self.run(folder, point, how))
             self.kills += code == -signal.SIGKILL
             what = f"killed {how} call {point}"
             if number % 4 == 0:  # and the one that goes on is killed as well
-                code, answer = outcome(*self.run(folder, generator.randint(1, total), how))
+                code, _ = outcome(*self.run(folder, generator.randint(1, total), how))
                 self.kills += code == -signal.SIGKILL
                 what += " and once more while it went on"
             self.finish(folder, wanted, what)
 
-    def die_after_delays(self, wanted, seconds, generator, rounds=8):
+    def die_after_delays(self, wanted, rounds, seconds, generator):
         for number in range(rounds):
             folder = self.folder / f"delay-{number}"
-            for _ in range(generator.randint(1, 4)):
+            for kind in (signal.SIGTERM, signal.SIGKILL, signal.SIGHUP):
                 child, pipe = self.run(folder)
                 time.sleep(generator.uniform(0, seconds))
-                os.kill(child, generator.choice([signal.SIGKILL, signal.SIGTERM]))
+                os.kill(child, kind)
                 code, _ = outcome(child, pipe)
                 self.kills += code < 0
             self.finish(folder, wanted, f"delays of round {number}")
 
 
-def main(job, source, folder, mode, seed):
-    folder, generator = Path(folder), random.Random(int(seed))
-    killer = Killer(job, Path(source), folder)
+def cover(calls, generator):
+    """A call of every kind for every way to die at it."""
+    points = []
+    for name in sorted(set(calls)):
+        places = [number for number, call in enumerate(calls, start=1) if call == name]
+        points += [(generator.choice(places), how) for how in ("before", "after", "half")[: 2 + (name in WRITES)]]
+    return points
+
+
+def storm(job, mode, source, folder, generator, more):
+    killer = Killer(job, source, folder)
     outcome(*killer.run(folder / "warm"))
     started = time.perf_counter()
     code, answer = outcome(*killer.run(folder / "undisturbed"))
     seconds = time.perf_counter() - started
     assert code == 0, answer
-    wanted = digests(find_store(job, folder / "undisturbed"))
+    wanted, calls = digests(find_store(job, folder / "undisturbed")), answer["calls"]
     if mode == "calls":
-        killer.die_at_calls(wanted, len(answer["calls"]), generator)
+        points = cover(calls, generator) if job == "repack" else []
+        for number in range(more + FEW_POINTS):
+            points.append((generator.randint(1, len(calls)), ("before", "after", "half")[number % 3]))
+        killer.die_at_calls(wanted, points, len(calls), generator)
     else:
-        killer.die_after_delays(wanted, seconds, generator)
-    found = {
+        killer.die_after_delays(wanted, FEW_ROUNDS + more, seconds, generator)
+    return {
         "kills": killer.kills,
         "resumed_blocks": killer.resumed,
         "problems": killer.problems,
-        "calls": sorted(set(answer["calls"])),
+        "calls": sorted(set(calls)),
     }
+
+
+def main(source, folder, seed, more):
+    generator, found = random.Random(int(seed)), {}
+    for job, mode in (("repack", "calls"), ("ensure", "calls"), ("repack", "delays")):
+        place = Path(folder) / f"{job}-{mode}"
+        place.mkdir()
+        found[f"{job} {mode}"] = storm(job, mode, Path(source), place, generator, int(more))
     print(json.dumps(found))
 
 

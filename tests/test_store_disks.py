@@ -206,7 +206,6 @@ def test_a_target_within_the_source_leaves_the_source_as_it_is(copied):
     before = digests(copied)
     repack(copied, copied / "store", announce=quiet)
     assert verify(copied / "store", source=copied, all=True).mismatches == 0
-    assert {name: (copied / "store" / name).exists() for name in files.__dict__.get("X", {})} == {}
     shutil.rmtree(copied / "store")
     assert digests(copied) == before
 

@@ -3,9 +3,6 @@
 import errno
 import json
 import os
-import signal
-import subprocess
-import sys
 
 import pytest
 from stores import damage, digests, quiet
@@ -13,8 +10,7 @@ from synthetic import write_checkpoint
 
 from nemolab.checkpoint import Checkpoint
 from nemolab.errors import NemolabError, StoreError
-from nemolab.store import Store, files, repack, verify
-from nemolab.store.target import MARKER
+from nemolab.store import files, repack, verify
 
 pytest_plugins = ["store_fixtures"]
 
@@ -131,46 +127,6 @@ def test_a_source_that_changes_meanwhile_is_noticed(copied, tmp_path):
     assert not (tmp_path / "store").exists()
 
 
-KILLED = """
-import os, signal, sys
-from nemolab.store import files
-from nemolab.store.repack import repack
-from nemolab.store import manifest, target
-
-source, folder, moment = sys.argv[1:]
-die = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
-if moment == "experts":
-    import nemolab.store.writer as writer
-    real, count = writer.PlacedFile.write, []
-    def write(self, offset, buffer):
-        real(self, offset, buffer)
-        count.append(offset)
-        if len(count) == 8:
-            die()
-    writer.PlacedFile.write = write
-elif moment == "dense":
-    sys.modules["nemolab.store.repack"].DenseFile.copy = die
-elif moment == "before the manifest":
-    target.Target.commit = die
-repack(source, folder)
-"""
-
-
-@pytest.mark.parametrize("moment", ["experts", "dense", "before the manifest"])
-def test_a_killed_repack_looks_unfinished_and_a_rerun_is_identical(source, tmp_path, store_path, moment):
-    target = tmp_path / "killed"
-    done = subprocess.run([sys.executable, "-c", KILLED, source, target, moment], stderr=subprocess.PIPE)
-    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
-    assert (target / MARKER).exists() and not (target / files.MANIFEST).exists()
-    assert (target / files.EXPERTS).exists() == (moment != "experts")
-    with pytest.raises(StoreError, match="interrupted or is still at work"):
-        Store.open(target)
-    with pytest.raises(StoreError, match="unfinished repack of another kind: layout is 'neuron', 'source'"):
-        repack(source, target, layout="source", announce=quiet)
-    repack(source, target, announce=quiet)
-    assert digests(target) == digests(store_path)
-
-
 def test_a_target_in_use_is_refused(source, tmp_path):
     def meanwhile(done, total):
         with pytest.raises(StoreError, match="another repack is at work there"):
@@ -190,22 +146,6 @@ def test_too_little_space_is_said_before_anything_is_written(source, tmp_path, m
     with pytest.raises(StoreError, match=r"needs [\d,]+ bytes .* 40,960 .* are free: [\d,]+ .* are missing"):
         repack(source, tmp_path / "store", announce=quiet)
     monkeypatch.setattr(os, "statvfs", real)
-    assert not (tmp_path / "store").exists()
-
-
-@pytest.mark.parametrize("call", ["pwritev", "posix_fallocate"])
-def test_a_disk_that_fills_up_leaves_nothing(source, tmp_path, monkeypatch, call):
-    real, calls = getattr(os, call), []
-
-    def fill_up(*arguments):
-        calls.append(arguments)
-        if len(calls) > (5 if call == "pwritev" else 0):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return real(*arguments)
-
-    monkeypatch.setattr(os, call, fill_up)
-    with pytest.raises(StoreError, match="the disk is full: [0-9,]+ bytes are needed"):
-        repack(source, tmp_path / "store", announce=quiet)
     assert not (tmp_path / "store").exists()
 
 

@@ -197,6 +197,8 @@ class _Job:
 
     def _say_how_it_begins(self) -> None:
         place = self._place
+        if place.damage:
+            self._announce(f"{place.damage[0]}: the store is made again")
         if place.resumes:
             self._announce(
                 f"{place.folder}: going on with a repack that was cut off: {len(place.journal.blocks):,} of "

@@ -36,6 +36,7 @@ class Target:
     .finished  the manifest of a store that is there and is the same one, else None
     .resumes   an unfinished store of the same kind is there; .journal tells what of it is written
     .restarts  one is there, but its source was touched since: all of it is made again
+    .damage    what a finished store of the same kind lacks, in words: it is made again as well
     Raises StoreError for a folder that holds something else, and while another process is at work in it.
     """
 
@@ -46,6 +47,7 @@ class Target:
         self.finished: Manifest | None = None
         self.journal: Journal | None = None
         self.resumes = self.restarts = False
+        self.damage: list[str] = []
         self._leave = False  # nothing was changed yet: an error leaves what an earlier run wrote
         self._lock: int | None = None
         self._made: list[Path] = []
@@ -100,14 +102,30 @@ class Target:
         if not self.folder.is_dir():
             raise StoreError(f"{self.folder} is a file; a folder to make the store in was expected")
         if (self.folder / files.MANIFEST).exists():
-            manifest = Manifest.read(self.folder)
+            manifest = self._read_manifest()
             self._compare("another store", manifest.to_dict(), with_times=False)
-            self.finished = manifest
+            if not self.damage:
+                self.finished = manifest
             return
         names = sorted({path.name for path in self.folder.iterdir()} - {"lost+found"})  # the root of a fresh disk
         if names and MARKER not in names:
             what = "is a checkpoint and no store" if "config.json" in names else f"holds {names[0]!r} and is no store"
             raise StoreError(f"{self.folder} {what}; {_ADVICE}")
+
+    def _read_manifest(self) -> Manifest:
+        """What the store that is there says it is; .damage is what of it is missing or of another size."""
+        try:
+            manifest = Manifest.read(self.folder, check_sizes=False)
+        except StoreError as problem:
+            raise StoreError(f"{problem}; {_ADVICE}") from problem
+        self.damage = manifest.list_size_problems(self.folder)
+        return manifest
+
+    def _is_store(self) -> bool:
+        if not (self.folder / files.MANIFEST).exists():
+            return False
+        self._read_manifest()
+        return not self.damage
 
     def _compare(self, what_it_is: str, found: dict[str, Any], with_times: bool) -> None:
         for field, wanted in self._identity.items():
@@ -127,7 +145,7 @@ class Target:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             ours = marker.exists() and os.path.samestat(os.fstat(lock), marker.stat())
-            if not ours or (self.folder / files.MANIFEST).exists():
+            if not ours or self._is_store():
                 os.close(lock)
                 return False
             begun = _read_marker(lock)
@@ -153,8 +171,11 @@ class Target:
         return True
 
     def _sweep(self, kept: set[str]) -> None:
-        """Remove what a repack writes, finished or not, but for the names `kept`; strangers' files stay."""
-        for path in self.folder.iterdir():
+        """Remove what a repack writes, finished or not, but for the names `kept`; strangers' files stay.
+
+        The manifest goes first: whoever is killed in here must not leave one beside missing files.
+        """
+        for path in sorted(self.folder.iterdir(), key=lambda path: path.name != files.MANIFEST):
             ours = path.name in OUR_NAMES or path.name.endswith(files.PARTIAL)
             # Somebody's link in the place of our file would lead the next write astray.
             if ours and (path.name not in kept or not stat.S_ISREG(path.lstat().st_mode)):
