@@ -39,6 +39,23 @@ def test_files_are_as_many_as_asked_and_cut_experts(tmp_path, count):
     assert sum(len(shards) > 1 for name, shards in homes.items() if ".experts." in name) >= count - 1
 
 
+def test_bytes_are_the_same_on_any_number_of_threads(tmp_path, monkeypatch):
+    settings = SMALL | {"vocab_size": 100_000}  # several blocks and spans
+    for threads in (1, 4):
+        monkeypatch.setattr(writer, "MOST_THREADS", threads)
+        monkeypatch.setattr(writer.os, "cpu_count", lambda: 8)
+        write(tmp_path / str(threads), "super", moe_layers=1, settings=settings, seed=3)
+    files = sorted((tmp_path / "1").iterdir())
+    assert [path.name for path in files] == sorted(path.name for path in (tmp_path / "4").iterdir())
+    assert all(path.read_bytes() == (tmp_path / "4" / path.name).read_bytes() for path in files)
+
+
+def test_stop_ids_set_by_hand_are_said_everywhere(tmp_path):
+    for name, ids, said in (("a", [2, 7], (2, 7)), ("b", 2, (2, 11))):
+        write(tmp_path / name, "super", moe_layers=1, mtp=False, settings=SMALL | {"eos_token_id": ids})
+        assert Checkpoint.open(tmp_path / name).config.eos_token_ids == said
+
+
 def test_a_size_of_files_is_kept(tmp_path):
     done = write(tmp_path / "m", "super", moe_layers=2, settings=SMALL, shard_bytes=100_000)
     sizes = [path.stat().st_size for path in (tmp_path / "m").glob("*.safetensors")]
@@ -92,9 +109,9 @@ def test_a_killed_writer_leaves_no_checkpoint(tmp_path):
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
-    left = sorted(path.name for path in (tmp_path / "m").iterdir())
-    assert left and "config.json" not in left
-    with pytest.raises(NemolabError, match="unfinished"):
+    left = [path.name for path in (tmp_path / "m").iterdir()]
+    assert "config.json.partial" in left and "config.json" not in left
+    with pytest.raises(NemolabError, match="unfinished checkpoint.*run the same command again"):
         write(tmp_path / "m", "super", moe_layers=1, settings=SMALL)
 
 
@@ -130,6 +147,7 @@ def test_the_verb_answers_with_what_it_wrote(tmp_path, capsys):
         (["--shape", "huge"], "known are super"),
         (["--set", "n_routed_experts"], "field=value"),
         (["--shard-size", "5"], "unit"),
+        (["--shard-size", "48slots"], "bytes were expected"),
         (["--moe-layers", "0"], "moe-layers"),
         (["--sparsity", "nan"], "sparsity"),
     ],

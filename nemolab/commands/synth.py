@@ -5,6 +5,7 @@ from dataclasses import asdict
 import click
 
 from nemolab.commands.verb import Answer, FiniteRange, PathName, verb
+from nemolab.errors import UsageError
 from nemolab.progress import progress_bar
 from nemolab.units import show_bytes
 
@@ -80,6 +81,9 @@ def synth(shape, target, moe_layers, words, seed, shards, shard_size, layers_as,
     from nemolab.synthetic.shapes import parse_settings
     from nemolab.units import parse_budget
 
+    shard_bytes = parse_budget(shard_size).size_bytes if shard_size is not None else None
+    if shard_size is not None and shard_bytes is None:
+        raise UsageError(f"--shard-size {shard_size}: bytes were expected, such as 5GB or 64MiB")
     result = write(
         target,
         shape,
@@ -87,7 +91,7 @@ def synth(shape, target, moe_layers, words, seed, shards, shard_size, layers_as,
         settings=parse_settings(words),
         seed=seed,
         shards=shards,
-        shard_bytes=parse_budget(shard_size).size_bytes if shard_size else None,
+        shard_bytes=shard_bytes,
         layers_as=layers_as,
         vision_as=vision,
         mtp=mtp,

@@ -111,11 +111,18 @@ def check_form(form: Form) -> None:
         (config.mlp_hidden_act == "relu2", "mlp_hidden_act", "relu2, which the family computes,"),
         (config.mamba_hidden_act == "silu", "mamba_hidden_act", "silu, which the family computes,"),
     ]
+    high = [id for id in config.eos_token_ids if id >= config.vocab_size]
+    if high and config.eos_token_ids != (2,):
+        raise UsageError(f"eos_token_id is {high[0]}; ids below vocab_size {config.vocab_size:,} were expected")
     if "moe" in config.layer_types:
         experts = config.n_experts * (*config.layer_types, *config.mtp_layer_types).count("moe")
         checks += [
-            (experts <= MOST_EXPERTS, "n_routed_experts", f"at most {MOST_EXPERTS:,} experts in all layers"),
-            (config.n_experts // config.n_group > 1, "n_routed_experts", "two experts a group, as routing needs,"),
+            (experts <= MOST_EXPERTS, "n_routed_experts", f"at most {MOST_EXPERTS:,} in all MoE layers together"),
+            (
+                config.n_experts // config.n_group > 1,
+                "n_routed_experts",
+                f"at least {2 * config.n_group} (routing ranks groups by their two best)",
+            ),
             (config.moe_intermediate_size % GROUP == 0, "moe_intermediate_size", f"neurons in groups of {GROUP}"),
         ]
     for holds, name, needed in checks:

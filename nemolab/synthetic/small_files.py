@@ -10,6 +10,7 @@ SPECIAL_TOKENS = {
     0: "<unk>", 1: "<s>", 2: "</s>", 10: "<|im_start|>", 11: "<|im_end|>", 12: "<think>", 13: "</think>",
     18: "<image>", 19: "<img>", 20: "</img>", 27: "<so_embedding>",
 }  # fmt: skip
+STOP_IDS = (2, 11)  # as releases have them
 WHOLE_VOCAB = RESERVED + 256  # reserved ids, then one token a byte
 # The bytes a smaller vocabulary keeps first; what is left out becomes <unk>.
 _COMMON_BYTES = b" etaoinshrdlcumwfgypbvk.,\n" + b"ETAOINSHRDLCUMWFGYPBVKjxqzJXQZ0123456789'\"-:;!?()"
@@ -28,10 +29,10 @@ CHAT_TEMPLATE = """\
 """
 
 
-def small_files(vocab: int, max_positions: int = 4096) -> dict[str, str]:
+def small_files(vocab: int, max_positions: int = 4096, stop_ids: tuple[int, ...] = STOP_IDS) -> dict[str, str]:
     """File name -> text. A vocabulary above 288 has ids no text makes, one below loses rare bytes to `<unk>`."""
     reserved = RESERVED if vocab >= WHOLE_VOCAB else max(1, min(RESERVED, vocab // 2))
-    stops = [id for id in (2, 11) if id < reserved] or [0]
+    stops = [id for id in stop_ids if id < (reserved if stop_ids == STOP_IDS else vocab)] or [0]
     known = [SPECIAL_TOKENS.get(id, f"<SPECIAL_{id}>") for id in range(reserved)]
     word = lambda id: known[min(id, reserved - 1)]  # noqa: E731
     names = {"bos_token": word(1), "eos_token": word(stops[-1]), "pad_token": word(0), "unk_token": word(0)}

@@ -25,7 +25,7 @@ from nemolab.synthetic.form import Form
 from nemolab.synthetic.metadata import config_json, hf_quant_json
 from nemolab.synthetic.shapes import make_form
 from nemolab.synthetic.shards import Shard, index_json, split
-from nemolab.synthetic.small_files import small_files
+from nemolab.synthetic.small_files import STOP_IDS, small_files
 from nemolab.synthetic.tensors import ITEM_BYTES, Tensor, list_tensors
 from nemolab.units import show_bytes
 
@@ -89,9 +89,9 @@ def write(
     mtp          whether the multi-token-prediction block is there, in shapes that have one
     sparsity     share of routed neurons left at zero by ReLU^2;  skew: popularity of experts falls as rank^-skew
     progress     called with (bytes done, bytes in all)
-    Memory stays below about 100 MiB and twice SPAN_BYTES a thread, whatever the size. config.json comes last: what is
-    interrupted is no checkpoint, and is removed again if Python still runs. Raises UsageError for what cannot be asked
-    for and NemolabError for a folder that is not empty or a disk that is too small.
+    Memory stays below about 100 MiB and twice SPAN_BYTES a thread, whatever the size. config.json gets its name last:
+    what is interrupted is no checkpoint, and is removed again if Python still runs.
+    Raises UsageError for what cannot be asked for, NemolabError for a folder that is not empty or a full disk.
     """
     form = make_form(
         shape,
@@ -123,15 +123,11 @@ def write_form(
     texts = _texts(form, files)
     file_bytes = sum(shard.file_bytes for shard in files) + sum(len(text.encode()) for text in texts.values())
     with _claimed(folder, file_bytes) as made:
+        last = _write_text(folder, *texts.popitem(), made)
         _write_shards(form.seed, folder, files, made, progress)
-        for name, text in texts.items():  # config.json is the last
-            path = folder / (name + PARTIAL)
-            made.append(path)
-            with open(path, "x", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            made[-1] = path.rename(folder / name)
+        for name, text in texts.items():
+            _put_in_place(_write_text(folder, name, text, made), made)
+        _put_in_place(last, made)
         _sync_folder(folder)
     return Written(
         folder=str(folder),
@@ -147,15 +143,32 @@ def write_form(
     )
 
 
+def _write_text(folder: Path, name: str, text: str, made: list[Path]) -> Path:
+    path = folder / (name + PARTIAL)
+    made.append(path)
+    with open(path, "x", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    return path
+
+
+def _put_in_place(path: Path, made: list[Path]) -> None:
+    """Give a finished file its name."""
+    made[made.index(path)] = path.rename(path.with_name(path.name.removesuffix(PARTIAL)))
+
+
 def draw_tensor(tensor: Tensor, seed: int) -> np.ndarray:
     """All stored bits of a tensor, [rows, columns] in an unsigned integer type."""
     return np.concatenate([_draw_block(tensor, seed, first) for first in range(0, tensor.rows, _block_rows(tensor))])
 
 
 def _texts(form: Form, files: list[Shard]) -> dict[str, str]:
-    """Small files by name in the order they are written."""
+    """Small files by name; config.json is the last."""
     config = form.config
-    texts = small_files(config.vocab_size, min(config.max_position_embeddings, 2**31))
+    # Releases name their first stop id in config.json and both beside it.
+    stops = STOP_IDS if config.eos_token_ids == STOP_IDS[:1] else config.eos_token_ids
+    texts = small_files(config.vocab_size, config.max_position_embeddings, stops)
     said = hf_quant_json(form)
     if said is not None:
         texts["hf_quant_config.json"] = json.dumps(said, indent=1)
@@ -171,10 +184,13 @@ def _claimed(folder: Path, needed_bytes: int) -> Iterator[list[Path]]:
     if folder.exists() and not folder.is_dir():
         raise NemolabError(f"{folder} is a file; a new or empty folder was expected")
     inside = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+    if any(name.endswith(PARTIAL) for name in inside):
+        raise NemolabError(
+            f"{folder} holds an unfinished checkpoint, as a killed call leaves it;"
+            " remove the folder and run the same command again, or choose a new or empty folder"
+        )
     if inside:
-        unfinished = any(name.endswith(PARTIAL) for name in inside)
-        what = "an unfinished checkpoint, as an interrupted call leaves it" if unfinished else f"{inside[0]!r}"
-        raise NemolabError(f"{folder} holds {what}; remove it or choose a new or empty folder")
+        raise NemolabError(f"{folder} holds {inside[0]!r}; remove it or choose a new or empty folder")
     missing = []
     existing = folder.absolute()
     while not existing.exists():
@@ -224,7 +240,7 @@ def _write_shards(seed: int, folder: Path, files: list[Shard], made: list[Path],
                         pending.add(pool.submit(_write_span, seed, file.fileno(), span, stop))
                     done += sum(future.result() for future in wait(pending).done)
                     os.fsync(file.fileno())
-                made[-1] = path.rename(folder / shard.name)
+                _put_in_place(path, made)
                 if progress:
                     progress(done, total)
         except BaseException:
