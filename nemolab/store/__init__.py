@@ -1,4 +1,4 @@
-"""Stores: one block an expert on disk, read directly, cached in RAM. Importing this does not import torch.
+"""Stores: one block an expert on disk, read directly, cached in RAM. Importing this imports neither torch nor numba.
 
 What a store is:
     layout, nibbles               where the bytes of an expert lie in its block
@@ -17,13 +17,17 @@ Using one:
     verify                        is it what it should be? was it made from this checkpoint?
 """
 
-from nemolab.store.cache import ExpertCache
+from typing import TYPE_CHECKING
+
 from nemolab.store.cachefolder import ensure_store
 from nemolab.store.layout import BlockLayout, ExpertViews
 from nemolab.store.reader import BlockReader
 from nemolab.store.repack import RepackResult, repack
 from nemolab.store.store import Store
 from nemolab.store.verify import VerifyResult, check_source, verify
+
+if TYPE_CHECKING:
+    from nemolab.store.cache import ExpertCache
 
 __all__ = [
     "BlockLayout",
@@ -38,3 +42,13 @@ __all__ = [
     "repack",
     "verify",
 ]
+
+
+def __getattr__(name: str):
+    """ExpertCache, when it is first asked for: its compiled policy takes a second to import, and making and checking
+    stores needs none, nor does the doctor, who is to find out what is wrong with numba."""
+    if name == "ExpertCache":
+        from nemolab.store.cache import ExpertCache
+
+        return ExpertCache
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
