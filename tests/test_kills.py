@@ -86,6 +86,14 @@ def cut_off(cut_off_once, tmp_path):
     return Path(shutil.copytree(cut_off_once, tmp_path / "cut-off"))
 
 
+@pytest.mark.parametrize("name", [None, "config.json"])
+def test_chat_with_an_unfinished_store_says_what_it_is(cut_off, source, name, capsys):
+    if name:
+        shutil.copy(source / name, cut_off)
+    assert main(["chat", str(cut_off), "--prompt", "Hi"]) == 1
+    assert "interrupted or is still at work; run `nemolab repack` again" in capsys.readouterr().err
+
+
 def test_all_blocks_and_the_dense_file_are_kept(source, cut_off, store_path):
     dense_before, said = (cut_off / files.DENSE).stat(), []
     done = repack(source, cut_off, announce=said.append)

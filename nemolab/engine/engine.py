@@ -30,6 +30,7 @@ from nemolab.kernels.warm_up import warm_up
 from nemolab.progress import say
 from nemolab.store import ExpertCache, Store, check_source, ensure_store, files
 from nemolab.store.cache import RING
+from nemolab.store.target import MARKER
 from nemolab.system.memory import read_rss_bytes
 
 PASS_TOKENS = 8192  # longest stretch of a prompt that goes through the layers at once; bounds the activations
@@ -355,7 +356,9 @@ def _find_store(path, store, layout: str) -> Store:
     if path is None:
         raise EngineError("give a checkpoint folder, or a store")
     path = Path(path).expanduser()
-    return Store.open(path if (path / files.MANIFEST).exists() else ensure_store(path, layout=layout))
+    # A store whose repack was cut off is named as what it is, too.
+    is_store = (path / files.MANIFEST).exists() or (path / MARKER).exists()
+    return Store.open(path if is_store else ensure_store(path, layout=layout))
 
 
 def _check_threads(threads: int | None) -> int:
