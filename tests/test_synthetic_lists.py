@@ -144,6 +144,7 @@ def test_aliases_and_capitals_name_shapes():
         ("super", {"settings": {"num_hidden_layers": 99}}, "num_hidden_layers is 99; the list of layers has 88"),
         ("super", {"settings": {"n_group": 3}}, "n_group is 3; a divisor of 512"),
         ("super", {"settings": {"pattern": None}}, "list of layers is null"),
+        ("super", {"settings": {"pattern": "M*-"}}, "no MoE layer"),
         ("super", {"settings": {"n_routed_experts": 10**9}}, "n_routed_experts is 1000000000; at most 200,000"),
         ("nano", {"settings": {"n_routed_experts": 1, "top_k": 1}}, "n_routed_experts is 1; at least 2"),
         ("super", {"settings": {"num_nextn_predict_layers": 2}}, "num_nextn_predict_layers is 2; 0 or 1"),

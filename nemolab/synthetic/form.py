@@ -106,25 +106,22 @@ def check_form(form: Form) -> None:
     from nemolab.synthetic.tensors import list_linears
 
     config = form.config
+    experts = config.n_experts * (*config.layer_types, *config.mtp_layer_types).count("moe")
+    routable = f"at least {2 * config.n_group} (routing ranks groups by their two best)"
     checks = [
+        (experts <= MOST_EXPERTS, "n_routed_experts", f"at most {MOST_EXPERTS:,} in all MoE layers together"),
+        (config.n_experts // config.n_group > 1, "n_routed_experts", routable),
+        (config.moe_intermediate_size % GROUP == 0, "moe_intermediate_size", f"a multiple of {GROUP}"),
+        (config.routed_scaling_factor > 0, "routed_scaling_factor", "a number > 0, so that experts matter,"),
         (config.num_nextn_predict_layers <= 1, "num_nextn_predict_layers", "0 or 1, the blocks that releases store,"),
         (config.mlp_hidden_act == "relu2", "mlp_hidden_act", "relu2, which the family computes,"),
         (config.mamba_hidden_act == "silu", "mamba_hidden_act", "silu, which the family computes,"),
     ]
+    if "moe" not in config.layer_types:
+        raise UsageError("the list of layers has no MoE layer (E); without experts there is nothing to keep on disk")
     high = [id for id in config.eos_token_ids if id >= config.vocab_size]
     if high and config.eos_token_ids != (2,):
         raise UsageError(f"eos_token_id is {high[0]}; ids below vocab_size {config.vocab_size:,} were expected")
-    if "moe" in config.layer_types:
-        experts = config.n_experts * (*config.layer_types, *config.mtp_layer_types).count("moe")
-        checks += [
-            (experts <= MOST_EXPERTS, "n_routed_experts", f"at most {MOST_EXPERTS:,} in all MoE layers together"),
-            (
-                config.n_experts // config.n_group > 1,
-                "n_routed_experts",
-                f"at least {2 * config.n_group} (routing ranks groups by their two best)",
-            ),
-            (config.moe_intermediate_size % GROUP == 0, "moe_intermediate_size", f"neurons in groups of {GROUP}"),
-        ]
     for holds, name, needed in checks:
         if not holds:
             raise UsageError(f"{name} is {getattr(config, name)!r}; {needed} was expected")
