@@ -336,7 +336,7 @@ def test_chat_after_a_killed_chat_goes_on_and_answers(tiny_path, tmp_path, monke
     """The store that a command makes on the way: killed while it was made, the next command makes the rest."""
     monkeypatch.setenv("NEMOLAB_CACHE", str(tmp_path))
     words = ["chat", str(tiny_path), "--prompt", "Hi", "--max-tokens", "2"]
-    with monkeypatch.context() as patch, killed(patch, files, "rename_durably"):
+    with monkeypatch.context() as patch, killed(patch, files, "rename"):
         main(words)
     assert main(words) == 0
     assert "going on with a repack that was cut off" in capsys.readouterr().err

@@ -1,10 +1,9 @@
 """Memory for blocks: one page-aligned anonymous mapping, cut into rows, grown by touch."""
 
-import mmap
-
 import numpy as np
 
 from nemolab.errors import StoreError
+from nemolab.store.direct_io import private_memory
 from nemolab.units import PAGE_BYTES
 
 
@@ -23,17 +22,11 @@ class Arena:
         self.row_bytes = row_bytes
         self.reserved_bytes = rows * row_bytes
         try:
-            self._memory = mmap.mmap(-1, max(self.reserved_bytes, PAGE_BYTES), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._memory = private_memory(self.reserved_bytes)
         except (OSError, OverflowError, ValueError) as problem:
             raise StoreError(
                 f"cannot reserve {self.reserved_bytes:,} bytes of memory for {rows} blocks ({problem}); ask for less"
             ) from None
-        # The blocks of large models exceed a huge page (2 MiB), and direct reads into huge pages pin fewer of them.
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
-                self._memory.madvise(mmap.MADV_HUGEPAGE)
-            except OSError:  # a kernel without transparent huge pages
-                pass
         self.rows = np.frombuffer(self._memory, np.uint8, self.reserved_bytes).reshape(rows, row_bytes)
 
     def close(self) -> None:

@@ -60,7 +60,7 @@ class DenseFile:
 
         work_through(range(len(starts)), prepare, min(workers, len(starts)), on_tick)
         self._file.finish()
-        files.rename_durably(self._partial, self._path)
+        files.rename(self._partial, self._path)
         return self._add_up(sums)
 
     def close(self) -> None:

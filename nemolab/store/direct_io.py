@@ -26,6 +26,7 @@ _STATX_DIO_READ_ALIGN = 0x20000
 _STATX_BYTES = 256
 _STATX_DIO_FIELDS = 152  # stx_dio_mem_align and stx_dio_offset_align, two uint32
 _STATX_DIO_READ_FIELD = 180  # stx_dio_read_offset_align, uint32
+_HUGE_PAGE_BYTES = 2 << 20
 _CACHESTAT_CALL = 451  # the same number on every architecture but alpha
 
 
@@ -79,9 +80,21 @@ def count_cached_pages(descriptor: int, offset_bytes: int, nbytes: int) -> int |
     return int(answer[0])
 
 
+def private_memory(nbytes: int) -> mmap.mmap:
+    """Zeroed page-aligned memory of this process, taken from the machine as it is touched; huge pages where they fit.
+
+    Touched for the first time, 6 MB cost 0.4 ms in huge pages and 5 ms in small ones, and direct I/O pins fewer.
+    """
+    memory = mmap.mmap(-1, max(nbytes, PAGE_BYTES), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if nbytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
 def aligned_buffer(nbytes: int) -> np.ndarray:
     """Zeroed page-aligned memory of its own, uint8 [nbytes]."""
-    return np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), np.uint8, nbytes)
+    return np.frombuffer(private_memory(nbytes), np.uint8, nbytes)
 
 
 def address(buffer: np.ndarray) -> int:

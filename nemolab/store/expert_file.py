@@ -82,13 +82,14 @@ class ExpertFile:
         finally:
             self.kept = len(kept)
         self._file.finish()
-        files.rename_durably(self._partial, self._final)
+        files.rename(self._partial, self._final)
         return checksums
 
-    def check_sample(self, checkpoint: Checkpoint) -> None:
+    def check_sample(self, checkpoint: Checkpoint, workers: int) -> None:
         """Read some blocks back and compare them with the source, by the definition of the layout."""
-        block = direct_io.aligned_buffer(self._blocks.block_bytes)
-        for index in sample_blocks(len(self._experts), min(_SAMPLE, 2 + len(self._experts) // 256)):
+
+        def check(index: int) -> None:
+            block = direct_io.aligned_buffer(self._blocks.block_bytes)
             layer, expert = divmod(index, checkpoint.config.n_experts)
             if not self._file.read(index * block.nbytes, block):
                 raise StoreError(f"{self._final}: block {index} cannot be read back; nothing is kept")
@@ -98,6 +99,9 @@ class ExpertFile:
                     f"{self._final}: block {index} (layer {checkpoint.config.moe_layers[layer]}, expert {expert}) was "
                     f"read back and is not what the source holds: {difference[1]}; nothing is kept"
                 )
+
+        sample = sample_blocks(len(self._experts), min(_SAMPLE, 2 + len(self._experts) // 256))
+        work_through(sample, lambda: check, min(workers, len(sample)))
 
     def close(self) -> None:
         self._file.close()

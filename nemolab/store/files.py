@@ -32,8 +32,8 @@ except ImportError:
 def finished_file(path: Path) -> Iterator[BinaryIO]:
     """A file to write that appears under its name only when all of it is on disk.
 
-    Written as `<name>.partial`, flushed, fsynced, renamed; removed when the block fails. Raises StoreError on a full
-    disk or a read-only folder.
+    Written as `<name>.partial`, flushed, fsynced, renamed; removed when the block fails. The new name itself is on
+    disk after `sync_folder`. Raises StoreError on a full disk or a read-only folder.
     """
     partial = path.with_name(path.name + PARTIAL)
     try:
@@ -41,7 +41,7 @@ def finished_file(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        rename_durably(partial, path)
+        rename(partial, path)
     except OSError as problem:
         why = f"cannot be written ({problem.strerror or problem})"
         if problem.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -52,17 +52,24 @@ def finished_file(path: Path) -> Iterator[BinaryIO]:
             partial.unlink(missing_ok=True)
 
 
-def rename_durably(partial: Path, final: Path) -> None:
-    """Rename, and make the rename itself survive a power cut."""
+def rename(partial: Path, final: Path) -> None:
+    """Give a file its final name. Raises StoreError."""
     try:
         os.replace(partial, final)
-        folder = os.open(final.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
     except OSError as problem:
         raise StoreError(f"{final}: cannot be put in its place ({problem.strerror or problem})") from problem
+
+
+def sync_folder(folder: Path) -> None:
+    """Make what was renamed in a folder survive a power cut. Raises StoreError."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as problem:
+        raise StoreError(f"{folder}: its names cannot be written ({problem.strerror or problem})") from problem
 
 
 def allocated_bytes(path: Path) -> int:

@@ -74,9 +74,11 @@ class Manifest:
         return head | {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     def write(self, folder: Path) -> None:
-        """Write it durably; from then on the folder is a store."""
+        """Write it durably, after the names of all other files; from then on the folder is a store."""
+        files.sync_folder(folder)
         with files.finished_file(folder / files.MANIFEST) as file:
             file.write((json.dumps(self.to_dict(), indent=1, ensure_ascii=False) + "\n").encode())
+        files.sync_folder(folder)
 
     @classmethod
     def read(cls, folder: str | Path, check_sizes: bool = True) -> "Manifest":
