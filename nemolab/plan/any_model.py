@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from nemolab.errors import CheckpointError, UsageError
 from nemolab.paths import shown
 from nemolab.plan.expert_finder import Candidate, RoutedExperts, find_experts
-from nemolab.plan.facts import plan_facts, read_expert_facts, stated_top_k
-from nemolab.plan.meta_model import build_model
+from nemolab.plan.facts import HOW, plan_facts, read_expert_facts, stated_top_k
+from nemolab.plan.meta_model import BuiltModel, build_model
 from nemolab.plan.model_parts import Weight, ask, list_weights, text_config
 from nemolab.plan.quantization import Quantization, read_quantization
 from nemolab.plan.result import ROUTED, ExpertGroup, Plan, ReadOfEmbeddings, assemble
+from nemolab.plan.unstated import described_parts, note_defaults, without_nulls
 from nemolab.plan.weight_formats import (
     DEFAULT_EXPERTS,
     EXPERTS_AS,
@@ -32,6 +36,20 @@ _PLAIN_OF = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 _MTP_FIELDS = re.compile(r"^(num_nextn_predict_layers|(n|num)_mtp_\w+|mtp_num_\w+|num_mtp)$")
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without looking for garbage: torch and transformers bring a million objects that stay, and searching them again
+    and again takes a sixth of the time of it all."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@_uncollected()
 def plan_any(
     raw: dict[str, Any],
     where: str,
@@ -57,7 +75,7 @@ def plan_any(
     if facts := read_expert_facts(raw, where):
         return plan_facts(facts, raw, where, name=name, experts_as=experts_as, dense_as=dense_as)
     built = build_model(raw, where)
-    routed, unseen = find_experts(built.model, _widths(built.model), stated_top_k(raw, where))
+    routed, unseen = _find_experts(built, raw, where)
     weights, undescribed = _described(list_weights(built.model, routed), raw)
     aside = [found for found in routed if _part_aside(found)]
     routed = [found for found in routed if not _part_aside(found)]
@@ -92,7 +110,10 @@ def plan_any(
         shared_expert_params=params["shared"] // len(_places(weights, "shared")) if params["shared"] else 0,
         mamba_state_bytes=0 if _only_attention(weights) else None,
         kv_bytes_per_token=_kv_bytes(weights),
-        assumptions=[*formats.sentences(routed), *_notes(raw, (*built.notes, *undescribed), routed, weights)],
+        assumptions=[
+            *formats.sentences(routed),
+            *_notes(raw, (*built.notes, *undescribed, *note_defaults(raw, text_config(built.model))), routed, weights),
+        ],
     )
 
 
@@ -109,7 +130,9 @@ class _Formats:
     ):
         self.experts_as, self.dense_as = experts_as, dense_as
         self.stated: Quantization = read_quantization(raw, where, beside)
-        stored = next((part[key] for part in _dicts(raw) for key in ("dtype", "torch_dtype") if part.get(key)), None)
+        stored = next(
+            (part[key] for part in described_parts(raw) for key in ("dtype", "torch_dtype") if part.get(key)), None
+        )
         self.plain = _PLAIN_OF.get(str(stored), "bf16")
         self.said_plain = str(stored) in _PLAIN_OF
         self.left_plain: set[str] = set()
@@ -164,6 +187,25 @@ def _fit(found: RoutedExperts, format: str) -> bool:
     return all(fits(columns, format) for _, columns in found.matrices)
 
 
+def _find_experts(built: BuiltModel, raw: dict[str, Any], where: str) -> tuple[list[RoutedExperts], list[Candidate]]:
+    """As `find_experts`; where none are seen, as the model chooses with transformers' defaults for what is null."""
+    routed, unseen = find_experts(built.model, _widths(built.model), stated_top_k(raw, where))
+    stated = without_nulls(raw)
+    if routed or not _look_like_experts(unseen) or stated == raw:
+        return routed, unseen
+    try:
+        twin = build_model(stated, where).model
+    except CheckpointError:
+        return routed, unseen
+    seen = [found for found in find_experts(twin, _widths(twin))[0] if found.candidate in unseen]
+    chosen = [found.candidate for found in seen]
+    return seen, [candidate for candidate in unseen if candidate not in chosen]
+
+
+def _look_like_experts(unseen: list[Candidate]) -> list[Candidate]:
+    return [candidate for candidate in unseen if not candidate.listed and candidate.experts > 2]
+
+
 def _widths(model: nn.Module) -> tuple[int, ...]:
     """Widths a hidden state may have: what the text's config says, then the columns of the embedding tables."""
     weight = getattr(ask(model, "get_input_embeddings"), "weight", None)
@@ -174,7 +216,8 @@ def _widths(model: nn.Module) -> tuple[int, ...]:
 
 def _described(weights: list[Weight], raw: dict[str, Any]) -> tuple[list[Weight], tuple[str, ...]]:
     """Without a vision tower that only transformers' defaults describe."""
-    if any(isinstance(value, dict) and re.search(r"vision|audio", key) for key, value in raw.items()):
+    fields = (item for part in described_parts(raw) for item in part.items())
+    if any(isinstance(value, dict) and re.search(r"vision|audio", key) for key, value in fields):
         return weights, ()
     kept = [weight for weight in weights if weight.part != "vision"]
     if len(kept) == len(weights):
@@ -190,7 +233,7 @@ def _part_aside(found: RoutedExperts) -> str | None:
 
 
 def _refuse_unseen(unseen: list[Candidate], where: str) -> None:
-    stacks = [candidate for candidate in unseen if not candidate.listed and candidate.experts > 2]
+    stacks = _look_like_experts(unseen)
     if not stacks:
         return
     shapes = ", ".join(f"{list(shape)}" for shape in stacks[0].stacks.values())
@@ -283,12 +326,24 @@ def _kv_bytes(weights: list[Weight]) -> int | None:
     return 2 * sum(rows) if rows else None
 
 
+def _expert_counts(part: dict[str, Any]) -> list[tuple[str, int]]:
+    """Fields that count experts, of a config or of the sections it holds them in."""
+    sections = [part, *(value for value in part.values() if isinstance(value, dict))]
+    fields = [item for section in sections for item in section.items()]
+    return [(key, value) for key, value in fields if type(value) is int and value > 1 and _COUNTS_EXPERTS.search(key)]
+
+
+_COUNTS_EXPERTS = re.compile(r"(^|_)(num|n)_(\w+_)?experts$")
+
+
 def _notes(
     raw: dict[str, Any], built: tuple[str, ...], routed: list[RoutedExperts], weights: list[Weight]
 ) -> list[str]:
     notes = list(built)
     if not routed:
         notes.append("no module routes to experts: the model is dense, and a cache of experts has nothing to hold")
+        if counts := [f"{key} {value}" for part in described_parts(raw) for key, value in _expert_counts(part)]:
+            notes.append(f"yet the config states {', '.join(counts[:4])}; if they are used, {HOW}")
     if identities := max((found.identities for found in routed), default=0):
         notes.append(
             f"the router also chooses among {identities} zero-compute experts, which read nothing: bytes_per_token is"
@@ -297,7 +352,8 @@ def _notes(
     if phantoms := sum(found.phantoms for found in routed):
         notes.append(f"{phantoms:,} matrices that transformers makes for zero-compute experts are not counted")
     declared = next(
-        (f"{key} {part[key]}" for part in _dicts(raw) for key in part if _MTP_FIELDS.match(key) and part[key]), None
+        (f"{key} {part[key]}" for part in described_parts(raw) for key in part if _MTP_FIELDS.match(key) and part[key]),
+        None,
     )
     built_mtp = any(weight.part == "mtp" for weight in weights)
     if declared and not built_mtp:
@@ -309,9 +365,3 @@ def _notes(
     if raw.get("auto_map"):
         notes.append("auto_map is ignored: code that comes with a model is never run")
     return notes
-
-
-def _dicts(raw: dict[str, Any]) -> list[dict[str, Any]]:
-    """A config and the parts of it that may describe a language model."""
-    keys = ("text_config", "llm_config", "language_config", "thinker_config")
-    return [raw, *(raw[key] for key in keys if isinstance(raw.get(key), dict))]

@@ -1,8 +1,9 @@
 """Where a model's routed experts are and what one of them is, found from the modules and what they do.
 
 No family is known by name. Experts are many alike: parameters stacked [experts, rows, columns] in one module, such
-stacks in modules side by side, or a list of modules of one shape. What makes them routed is that a router chooses some
-of them (`router_probe`); stacks nobody chooses from, such as shared experts, are none.
+stacks in modules side by side, matrices [experts x rows, columns] in one module, or a list of modules of one shape.
+What makes them routed is that a router chooses some of them (`router_probe`); stacks nobody chooses from, such as
+shared experts, are none.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Candidate:
     stacks    parameter name -> shape of one expert's share, (rows, columns) as stored, or (elements,) for a bias
     extra     parameters that hold more of the same than there are experts, by how many
     listed    a list of modules: its shapes are those of linear layers, rows first
+    guessed   one matrix below the other: how many they are is taken from what may be a router beside them
     """
 
     name: str
@@ -42,6 +44,7 @@ class Candidate:
     stacks: dict[str, tuple[int, ...]]
     extra: int = 0
     listed: bool = False
+    guessed: bool = False
 
     @property
     def layer(self) -> int | None:
@@ -87,8 +90,8 @@ def find_candidates(model: nn.Module) -> list[Candidate]:
             found.append(_from_stacks(modules, name, _parent(name), (name,)))
         elif len(stacked) == 1:
             loners[_parent(name), next(iter(stacked.values()))[0]].append(name)
-        elif (listed := _from_list(name, module)) is not None:
-            found.append(listed)
+        elif (alike := _from_list(name, module) or _from_rows(modules, name)) is not None:
+            found.append(alike)
     for (parent, _), names in loners.items():
         if len(names) >= 2:
             found.append(_from_stacks(modules, parent, parent, tuple(names)))
@@ -107,10 +110,10 @@ def find_experts(
     routed, unseen = [], []
     for candidate in find_candidates(model):
         routing = _probe(modules, candidate, widths)
-        if routing is None:
-            unseen.append(candidate)
-        else:
+        if routing is not None:
             routed.append(_describe(modules, candidate, routing))
+        elif not candidate.guessed:
+            unseen.append(candidate)
     if unseen and not routed:
         # No block ran by itself; a run of the whole model takes longer, so it comes last.
         places = {c.name: ([modules[name] for name in c.holders], c.experts) for c in unseen if not c.listed}
@@ -165,6 +168,29 @@ def _from_list(name: str, module: nn.Module) -> Candidate | None:
     return Candidate(
         name, _parent(name), tuple(f"{name}.{key}" for key, _ in children), len(weighty), weighty[0], 0, True
     )
+
+
+def _from_rows(modules: dict[str, nn.Module], name: str) -> Candidate | None:
+    """A module in a layer with matrices of one shape, beside another that has a row for each share of their rows."""
+    import torch
+
+    if isinstance(modules[name], torch.nn.Linear | torch.nn.Embedding):
+        return None
+    own = {key: tuple(value.shape) for key, value in modules[name].named_parameters(recurse=False) if value.dim() == 2}
+    if len(own) < 2 or len(set(own.values())) > 1:
+        return None
+    rows, columns = next(iter(own.values()))
+    block = _parent(name)
+    while re.search(r"\.\d+\.", f".{block}"):  # up to the layer, whose other parts are no routers of this one
+        for child, module in modules[block].named_children():
+            if f"{name}.".startswith(f"{block}.{child}."):
+                continue
+            counts = [value.shape[0] for value in module.parameters() if value.dim() == 2 and value.shape[1] == columns]
+            if experts := next((count for count in counts if 2 <= count < rows and rows % count == 0), None):
+                stacks = {f"{name}.{key}": (rows // experts, columns) for key in own}
+                return Candidate(name, block, (name,), experts, stacks, guessed=True)
+        block = _parent(block)
+    return None
 
 
 def _probe(modules: dict[str, nn.Module], candidate: Candidate, widths: tuple[int, ...]) -> Routing | None:

@@ -136,7 +136,7 @@ class _Parts:
         child = name.removeprefix(f"{layer}.").partition(".")[0]
         if layer in self.blocks and self._knows_experts(layer, child):
             return "router"
-        return self._of_layer(layer, child, tensor)
+        return self._of_layer(layer, name.removeprefix(f"{layer}."), tensor)
 
     def _of_block(self, block: str, name: str, tensor: torch.Tensor) -> str:
         """Within the module that routes: what knows the number of experts is the router, what else has weights is
@@ -162,16 +162,20 @@ class _Parts:
             return False
         return any(value.dim() <= 2 and value.shape and value.shape[0] in scored for value in tensors)
 
-    def _of_layer(self, layer: str, child: str, tensor: torch.Tensor) -> str:
-        """By the name of the layer's attribute; where that is a word for all, such as mixer, by that of its class."""
-        for name in (child, type(self.modules.get(f"{layer}.{child}")).__name__.lower()):
-            if "norm" in name:
-                return "norm"
-            for part, words in _MIXERS.items():
-                if re.search(words, name):
-                    return part
-            if _MLP.search(name):
-                return "shared" if layer in self.moe_layers else "mlp"
+    def _of_layer(self, layer: str, within: str, tensor: torch.Tensor) -> str:
+        """By the names of the layer's attributes, outermost first; where one is a word for all, such as mixer, by that
+        of its class."""
+        segments = within.split(".")[:-1]
+        for depth, segment in enumerate(segments, start=1):
+            module = self.modules.get(".".join((layer, *segments[:depth])))
+            for name in (segment.lower(), type(module).__name__.lower()):
+                if "norm" in name:
+                    return "norm"
+                for part, words in _MIXERS.items():
+                    if re.search(words, name):
+                        return part
+                if _MLP.search(name):
+                    return "shared" if layer in self.moe_layers else "mlp"
         return "norm" if tensor.dim() <= 1 else "other"
 
 
