@@ -61,9 +61,7 @@ def test_a_wrong_permutation_is_found_though_it_inverts_itself(source, tmp_path,
 
     with monkeypatch.context() as patch:
         patch.setattr(expert_file, "choose_transpose", lambda total_bytes: swapped)
-        with pytest.raises(
-            StoreError, match=r"block \d+ .* is not what the source holds: down_values"
-        ):
+        with pytest.raises(StoreError, match=r"block \d+ .* is not what the source holds: down_values"):
             repack(source, tmp_path / "store", announce=quiet)
         assert not (tmp_path / "store").exists()
         patch.setattr(expert_file.ExpertFile, "check_sample", lambda *_: None)
