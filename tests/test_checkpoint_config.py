@@ -141,11 +141,11 @@ def test_json_infinity_is_read_from_a_file(tmp_path):
         ({"norm_topk_prob": "yes"}, "norm_topk_prob is 'yes'; true or false"),
         ({"layer_norm_epsilon": math.nan}, "layer_norm_epsilon is 'nan'; a finite number"),
         ({"routed_scaling_factor": math.inf}, "routed_scaling_factor is 'inf'"),
-        ({"mlp_hidden_act": None}, "mlp_hidden_act is 'None'; a word"),
+        ({"mlp_hidden_act": None}, "mlp_hidden_act is null; a word"),
         ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
         ({"moe_latent_size": 0}, "moe_latent_size is '0'"),
         ({"model_type": "mixtral"}, "model_type 'mixtral' is not of the Nemotron-H family"),
-        ({"model_type": "absent"}, "model_type 'none' is not of"),
+        ({"model_type": "absent"}, "has no model_type; nemotron_h was expected"),
     ],
 )
 def test_bad_fields_are_refused_by_name(changes, words):

@@ -306,6 +306,25 @@ def test_a_foreign_method_is_named_before_the_tensors_are_judged(spoil, method):
     assert_refused(folder, "config.json: quantization_config", repr(str(method)), "only ModelOpt's NVFP4 and FP8")
 
 
+@pytest.mark.parametrize(("value", "found"), [(None, "null"), ([], "a list"), ("NVFP4", "a str")])
+def test_a_form_beside_the_config_that_is_no_object_is_named_with_its_field(spoil, value, found):
+    folder = spoil("nano")
+    edit_json(folder / "hf_quant_config.json", put(quantization=value))
+    assert_refused(folder, f"hf_quant_config.json: quantization is {found}; an object was expected")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "words"), [("I8", "has dtype I8; U8 (NVFP4)"), ("BF16", "or no scale, was expected")]
+)
+def test_a_weight_of_another_dtype_beside_its_scales_is_the_one_named(spoil, dtype, words):
+    """Both go by one name in the message: the weight that is wrong, not only the scale that is right."""
+    folder = spoil()
+    name = "backbone.layers.1.mixer.experts.2.up_proj.weight"
+    rows, columns = stored("super")[name][2]
+    relabel(folder, name, dtype=dtype, shape=[rows, columns // 2 if dtype == "BF16" else columns])
+    assert_refused(folder, f"{name} in ", dtype, words)
+
+
 def test_stacked_experts_of_other_families_are_named(spoil):
     folder = spoil()
     add_tensor(folder, "backbone.layers.1.mixer.experts.gate_up_proj_blocks", torch.ones(2, dtype=torch.uint8))
@@ -576,6 +595,12 @@ CONFIGS = {
     "an unknown format": (
         lambda c: c["quantization_config"].update(quantized_layers={"lm_head": {"quant_algo": "FOO"}}),
         "quantization_config: lm_head", "unknown quant_algo 'FOO'"),
+    "a size of null that has a default": (put(head_dim=None), "head_dim is null; a whole number >= 1 was expected"),
+    "a language model that is a list": (put(llm_config=[]), "llm_config is a list; an object was expected"),
+    "no latent where one is stored": (
+        put(moe_latent_size=None), "layer 1: ", "fc1_latent_proj.weight in ", "with 8 experts and no moe_latent_size"),
+    "no shared expert where one is stored": (
+        put(n_shared_experts=0), "layer 1: ", "shared_experts.up_proj.weight in ", "and n_shared_experts 0"),
     "formats that are a word": (put(quantization_config="NVFP4"), "quantization_config is a str"),
 }  # fmt: skip
 

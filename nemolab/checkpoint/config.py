@@ -205,7 +205,9 @@ class _Reader:
         self.values, self.where = values, where
 
     def _fail(self, name: str, needed: str) -> CheckpointError:
-        return CheckpointError(f"{self.where}: {name} is {str(self.values.get(name))[:60]!r}; {needed} was expected")
+        value = self.values.get(name)
+        shown = "null" if value is None else repr(str(value)[:60])
+        return CheckpointError(f"{self.where}: {name} is {shown}; {needed} was expected")
 
     def require(self, names: tuple[str, ...], kind: str) -> None:
         for name in names:
@@ -248,13 +250,18 @@ class _Reader:
 
 def _find_text_config(config: dict, where: str) -> dict:
     """The language model's part of a config; refuses other families by name."""
+    for key in NESTED_KEYS:
+        if config.get(key) is not None and not isinstance(config[key], dict):
+            raise CheckpointError(f"{where}: {key} is a {type(config[key]).__name__}; an object was expected")
     nested = next((key for key in NESTED_KEYS if isinstance(config.get(key), dict)), None)
     text = config[nested] if nested else config
     _check_architectures(config, text, where)
     types = [str(part.get("model_type")) for part in (config, text) if part.get("model_type") is not None]
     # Spelled nemotron_h, nemotron_h_omni, NemotronH_Nano_VL_V2, ... by the vendor.
+    if not types:
+        raise CheckpointError(f"{where} has no model_type; nemotron_h was expected, as the Nemotron-H family says it")
     if not any(map(_is_of_the_family, types)):
-        found = ", ".join(dict.fromkeys(types)) or "none"
+        found = ", ".join(dict.fromkeys(types))
         raise CheckpointError(
             f"{where}: model_type {found[:80]!r} is not of the Nemotron-H family (nemotron_h), the one that is read:"
             " it needs a list of layers (hybrid_override_pattern or layers_block_type) and the sizes of each kind"

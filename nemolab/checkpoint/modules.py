@@ -123,7 +123,8 @@ def _judge_unknown(unknown: list[TensorEntry], config: ModelConfig) -> list[str]
         form = foreign_form(entry.name)
         if form:
             raise CheckpointError(f"{place_of(entry)}: this is {form}, not ModelOpt's NVFP4 or FP8, and is not read")
-    full = [entry for entry in unknown if entry.nbytes]
+    # The first layer's first, and a weight before its scales: that is where one looks for what went wrong.
+    full = sorted((entry for entry in unknown if entry.nbytes), key=_place_in_model)
     if full:
         raise CheckpointError(
             f"{place_of(full[0])}: unknown tensor {full[0].dtype} {list(full[0].shape)}, {full[0].nbytes:,} bytes"
@@ -134,6 +135,11 @@ def _judge_unknown(unknown: list[TensorEntry], config: ModelConfig) -> list[str]
     names = ", ".join(entry.source_name for entry in unknown[:_LISTED])
     more = f" and {len(unknown) - _LISTED:,} more" if len(unknown) > _LISTED else ""
     return [f"empty and of no use, left aside: {names}{more}"]
+
+
+def _place_in_model(entry: TensorEntry) -> tuple[int, bool]:
+    layer = re.search(r"layers\.(\d{1,9})\.", entry.name)
+    return (int(layer[1]) if layer else -1, not entry.name.endswith(".weight"))
 
 
 def _make_module(name: str, group: dict[str, TensorEntry], expected: Expected | None) -> Module:
@@ -165,12 +171,15 @@ def _read_format(
         _check_shape(weight, weight.shape, expected)
         return "fp8", _check_fp8(name, group)
     stray = next((group[suffix] for suffix in _SCALES if suffix in group), None)
-    if stray:
-        raise CheckpointError(f"{place_of(stray)} is a scale beside a weight of dtype {weight.dtype}, which needs none")
+    if stray and weight.dtype in PLAIN_FORMATS:
+        raise CheckpointError(
+            f"{place_of(stray)} is a scale beside a weight of dtype {weight.dtype} ({weight.source_name} in"
+            f" {weight.shard}), which needs none: a weight of U8 (NVFP4) or F8_E4M3 (FP8), or no scale, was expected"
+        )
     if weight.dtype in PLAIN_FORMATS:
         _check_shape(weight, weight.shape, expected)
         return PLAIN_FORMATS[weight.dtype], weight.shape
-    if part == "vision":
+    if part == "vision" and not stray:
         return weight.dtype.lower(), weight.shape
     raise CheckpointError(
         f"{place_of(weight)} has dtype {weight.dtype}; U8 (NVFP4), F8_E4M3 (FP8), {', '.join(PLAIN_FORMATS)} are read"
@@ -347,6 +356,10 @@ def _what_the_layer_is(name: str, config: ModelConfig) -> str:
         return f"; config.json has layers 0 to {config.num_hidden_layers - 1}"
     kind = config.layer_types[index]
     experts = f" with {config.n_experts} experts" if kind == "moe" else ""
+    if ".mixer.fc" in name and kind == "moe" and not config.moe_latent_size:
+        experts += " and no moe_latent_size"
+    if ".shared_experts." in name and kind == "moe" and not config.n_shared_experts:
+        experts += " and n_shared_experts 0"
     return f"; config.json says layer {index} is {kind}{experts}"
 
 

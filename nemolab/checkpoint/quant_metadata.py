@@ -125,9 +125,13 @@ def containers(name: str) -> list[str]:
 
 def _parse(given: object, where: str) -> list[QuantMetadata]:
     """One or two sources from one object: its table of layers, and the config groups beside it."""
-    given = given.get("quantization", given) if isinstance(given, dict) else given
+    if isinstance(given, dict) and "quantization" in given:
+        given, nested = given["quantization"], f"{where}: quantization"
+    else:
+        nested = where
     if not isinstance(given, dict):
-        raise CheckpointError(f"{where} is a {type(given).__name__}; an object was expected")
+        found = "null" if given is None else f"a {type(given).__name__}"
+        raise CheckpointError(f"{nested} is {found}; an object was expected")
     method = given.get("quant_method")
     if method not in (None, "modelopt"):
         raise CheckpointError(f"{where}: quant_method {str(method)[:40]!r}: only ModelOpt's NVFP4 and FP8 are read")
