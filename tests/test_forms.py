@@ -111,6 +111,22 @@ def test_engine_and_reference_agree_and_controls_fail(form):
         assert found["failed_as_it_must"], found
 
 
+def test_biases_of_every_kind_are_run(tmp_path):
+    """transformers' attention has none; the vendor's has, and so have engine and reference."""
+    biases = dict.fromkeys(("attention_bias", "mlp_bias", "use_bias"), True)
+    write(tmp_path / "m", "super", settings=SIZES | biases | {"pattern": "M*E"}, mtp=False)
+    checkpoint = Checkpoint.open(tmp_path / "m")
+    biased = {name.split(".")[-2] for name in checkpoint.tensors if name.endswith(".bias")}
+    assert biased >= {"q_proj", "o_proj", "in_proj", "out_proj", "up_proj", "down_proj", "fc1_latent_proj"}
+    repack(tmp_path / "m", tmp_path / "s", announce=lambda line: None)
+    comparison = Comparison(tmp_path / "m", store=tmp_path / "s", texts=TEXT)
+    (text,) = comparison.texts
+    with comparison.make_engine() as engine:
+        reading = read_text(engine, text.ids)
+    references, _ = comparison.read_reference({text.name: reading})
+    assert comparison.measure(text, reading, references[text.name]).prompt.mean <= KL_BOUND
+
+
 def test_nano_s_blocks_are_no_whole_pages(form):
     name, written, _, _ = form
     if name != "nano":

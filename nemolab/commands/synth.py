@@ -35,7 +35,8 @@ LAYERS_AS = ("pattern", "block_types", "linear_block_types", "layer_types")
     "words",
     multiple=True,
     metavar="FIELD=VALUE",
-    help="Change a field of config.json; the value is JSON. May be repeated.",
+    help="Change a field of config.json; the value is JSON. May be repeated. Short names: pattern, experts, top_k,"
+    " latent. An unknown one lists them all.",
 )
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Same seed, same bytes.")
 @click.option("--shards", type=click.IntRange(min=1), default=None, metavar="N", help="How many files.")
@@ -67,8 +68,11 @@ def synth(shape, target, moe_layers, words, seed, shards, shard_size, layers_as,
 
     Real names, number formats, metadata and shards of a published model, whole or cut to its first layers, at its own
     sizes or at any others. Values are random but made so that wrong bytes change the logits; sparse neurons and
-    popular experts are planted. Streaming: memory stays small whatever the size. config.json is written last, so an
-    interrupted call leaves nothing that looks like a checkpoint.
+    popular experts are planted. Streaming: memory stays small whatever the size.
+
+    config.json gets its name last, so what is unfinished never looks like a checkpoint. Ctrl-C and errors remove what
+    was written; after a kill remove the folder and run the same command again. What the engine could not run or
+    `nemolab compare` could not judge is refused at once.
 
     \b
     Examples:

@@ -15,6 +15,7 @@ from nemolab.synthetic.vision import Vision
 
 QUANTISED = ("nvfp4", "fp8")
 MOST_EXPERTS = 200_000  # listing goes through every tensor: ten times a Super is about a minute
+LEAST_WIDTH = 16  # of logits: with fewer a broken model may look like a whole one
 LEAST_ACTIVE = 8  # neurons of an expert that a token should find active
 
 _OWNERS = {  # kind of module -> kind of layer it stands in
@@ -109,6 +110,9 @@ def check_form(form: Form) -> None:
     experts = config.n_experts * (*config.layer_types, *config.mtp_layer_types).count("moe")
     routable = f"at least {2 * config.n_group} (routing ranks groups by their two best)"
     checks = [
+        (config.vocab_size >= LEAST_WIDTH, "vocab_size", f"at least {LEAST_WIDTH}"),
+        (config.hidden_size >= LEAST_WIDTH // 2, "hidden_size", f"at least {LEAST_WIDTH // 2}"),
+        (config.layer_norm_epsilon <= 1, "layer_norm_epsilon", "at most 1, below which norms still see their input,"),
         (experts <= MOST_EXPERTS, "n_routed_experts", f"at most {MOST_EXPERTS:,} in all MoE layers together"),
         (config.n_experts // config.n_group > 1, "n_routed_experts", routable),
         (config.moe_intermediate_size % GROUP == 0, "moe_intermediate_size", f"a multiple of {GROUP}"),
