@@ -23,7 +23,7 @@ from nemolab.store.tensor_file import Outgoing, Written, write_tensor_file
 from nemolab.store.verify import verify
 from nemolab.store.workers import work_through
 
-WORKERS = 8  # experts under way at once: enough to keep a disk busy
+WORKERS = 16  # experts under way at once: enough to keep a disk busy while some of them wait for a core
 BUFFER_BYTES = 256 << 20  # for all workers together: fewer of them where experts are huge
 
 
