@@ -417,6 +417,62 @@ def test_a_strangers_expression_that_could_run_for_hours_is_not_tried():
     assert any("2 patterns" in line for line in plan_of(SMALL | {"quantization_config": stated}).assumptions)
 
 
+# What configs leave unsaid, or say in other words.
+
+DBRX = {
+    "model_type": "dbrx",
+    "d_model": 64,
+    "n_heads": 4,
+    "n_layers": 2,
+    "vocab_size": 128,
+    "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 500000, "model_type": ""},
+    "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 6, "moe_top_k": 3, "model_type": ""},
+}
+
+
+def test_experts_one_below_the_other_in_a_matrix_are_seen():
+    one = plan_of(DBRX, experts_as="bf16")
+    assert (one.moe_layers, one.experts, one.top_k, one.expert_bytes) == (2, 6, 3, 2 * 3 * 64 * 48)
+    assert one.parts["router"] == 2 * 6 * 64 * 2
+    assert not any("the config states" in line for line in one.assumptions)
+
+
+def test_a_number_of_experts_nothing_routes_to_is_said():
+    one = plan_of(SMALL | {"mlp_only_layers": [0, 1]})
+    assert one.moe_layers == 0
+    assert any("yet the config states num_experts 8" in line for line in one.assumptions)
+    assert not any("yet" in line for line in plan_of(SMALL | {"model_type": "qwen3", "num_experts": None}).assumptions)
+
+
+def test_what_is_null_is_not_stated_where_a_token_is_sent():
+    """Files leave the groups of a router null that has none; transformers wants a number there."""
+    config = SMALL | {"model_type": "dots1", "n_routed_experts": 8, "n_shared_experts": 1, "n_group": None}
+    assert one_group(config | {"topk_group": None, "num_experts_per_tok": 3}).top_k == 3
+
+
+@pytest.mark.parametrize("top_k", [-2, 0, 9])
+def test_no_token_is_sent_to_more_experts_than_there_are_or_to_none(top_k):
+    with pytest.raises(CheckpointError, match=f"to {top_k} of 8 experts; from 1 to 8 were expected"):
+        plan_of(SMALL | {"num_experts_per_tok": top_k})
+
+
+def test_a_config_may_name_its_architecture_alone():
+    config = {key: value for key, value in SMALL.items() if key != "model_type"}
+    one = plan_of(config | {"architectures": ["Qwen3MoeForCausalLM"]})
+    assert one.model_type == "qwen3_moe" and one.groups == plan_of(SMALL).groups
+    assert any("it has no model_type, so it is counted as qwen3_moe" in line for line in one.assumptions)
+
+
+def test_sizes_by_other_names_are_not_taken_in_silence():
+    renamed = {key: value for key, value in SMALL.items() if key != "num_hidden_layers"} | {"num_layers": 3}
+    said = [line for line in plan_of(renamed | {"hidden_size": 64}).assumptions if "transformers' own" in line]
+    assert (
+        len(said) == 1 and "num_hidden_layers 24 stand" in said[0] and "num_layers, which are no fields of" in said[0]
+    )
+    for config in (SMALL, DBRX):
+        assert not any("transformers' own" in line for line in plan_of(config).assumptions)
+
+
 # What cannot be counted, and how to help.
 
 

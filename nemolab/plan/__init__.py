@@ -5,7 +5,8 @@ geometry        the modules that a config of the family implies, without any fil
 precision       the format in which each of them is counted; weight_formats is what a format costs
 any_model       the count of any other family that transformers knows:
                 meta_model builds it, expert_finder and router_probe see what an expert is, model_parts lists the rest,
-                quantization reads what its config says of formats, facts what it says of experts
+                quantization reads what its config says of formats, facts what it says of experts,
+                unstated what it leaves unsaid
 comparison      models side by side, those published by others among them
 claims          the ledger
 """

@@ -131,10 +131,15 @@ def _model_type(raw: dict[str, Any], where: str) -> tuple[str, tuple[str, ...]]:
     if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
         return model_type, ()
     named = classes[0] if isinstance(classes, list) and classes and isinstance(classes[0], str) else None
-    for mapping in _AUTO_MAPPINGS if isinstance(model_type, str) and named else ():
+    for mapping in _AUTO_MAPPINGS if named and (model_type is None or isinstance(model_type, str)) else ():
         for known, found in getattr(modeling_auto, f"{mapping}_NAMES", {}).items():
             if named in ((found,) if isinstance(found, str) else found) and known in CONFIG_MAPPING:
-                said = f"model_type {model_type[:40]!r} is unknown to transformers, so it is counted as {known}"
+                unknown = (
+                    f"model_type {model_type[:40]!r} is unknown to transformers"
+                    if model_type
+                    else "it has no model_type"
+                )
+                said = f"{unknown}, so it is counted as {known}"
                 return known, (f"{said}: its architectures name {named[:60]}",)
     raise _unknown_type(model_type, list(CONFIG_MAPPING.keys()), where)
 

@@ -39,7 +39,8 @@ def plan(path: str | Path, experts_as: str | None = None, dense_as: str | None =
     if path.is_dir():
         return _plan_folder(path, experts_as, dense_as)
     if not path.is_file():
-        raise CheckpointError(f"{path} does not exist; a checkpoint folder or a config.json was needed")
+        found = "is no regular file" if path.exists() else "does not exist"
+        raise CheckpointError(f"{path} {found}; a checkpoint folder or a config.json was needed")
     if path.suffix != ".json":
         raise CheckpointError(f"{path} is no folder and no .json file; a checkpoint folder or a config.json was needed")
     raw = read_json(path)

@@ -5,7 +5,7 @@
     modelopt            NVFP4 or FP8 for all linear layers, or a table of modules (NVIDIA)
     compressed-tensors  groups of modules in floats or integers of 4 or 8 bits (Kimi-K2-Thinking)
 
-A dialect we do not read is named in a note, and everything is counted unquantised: options decide then.
+A dialect we do not read is named in a note, and counts as if nothing were stated: options decide then.
 """
 
 import fnmatch
@@ -74,7 +74,7 @@ def read_quantization(raw: dict[str, Any], where: str, beside: dict[str, Any] | 
     read = _DIALECTS.get(method)
     if read is None:
         return Quantization(
-            f"{where} has quant_method {method[:40]!r}, which is not read: everything is counted unquantised"
+            f"{where} has quant_method {method[:40]!r}, which is not read: it counts as if it stated no formats"
         )
     return read(stated, where)
 
@@ -135,7 +135,7 @@ def _read_compressed(stated: dict[str, Any], where: str) -> Quantization:
     excluded, notes = _patterns(stated, ("ignore",), where)
     formats = {_group_format(group, f"{where}.config_groups.{name[:40]}") for name, group in groups.items()}
     if len(formats) > 1:
-        return Quantization(f"{where} has groups of {len(formats)} formats, which are not read: counted unquantised")
+        return Quantization(f"{where} has groups of {len(formats)} formats, which are not read: they count as none")
     format = formats.pop()
     return Quantization(f"{where} states {format}", format, format, {}, excluded, notes)
 

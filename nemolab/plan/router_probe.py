@@ -90,7 +90,7 @@ def _read(seen: _Seen, count: int) -> Routing | None:
         # More may be scored than have weights: zero-compute experts.
         over = next((over for k, over in reversed(seen.choices) if k == handed and over >= count), count)
         return Routing(handed, over, width)
-    chosen = [k for k, over in seen.choices if over == count and k <= over]
+    chosen = [k for k, over in seen.choices if over == count]
     if chosen:
         return Routing(chosen[-1], count, width)
     # Routers of the top one or two take the highest score once or twice instead.

@@ -1,4 +1,4 @@
-"""What a config does not say: sizes for which transformers' defaults stand, fields left null, names nobody reads."""
+"""What a config does not say: sizes for which transformers' defaults stand, and fields left null."""
 
 import dataclasses
 from typing import Any
@@ -41,11 +41,11 @@ def note_defaults(raw: dict[str, Any], config: Any) -> list[str]:
     if not missing or not dataclasses.is_dataclass(config):
         return []
     known = {field.name for field in dataclasses.fields(config)} | set(mapped)
-    unread = sorted(
+    unlisted = sorted(
         key for part in described_parts(raw) for key, value in part.items() if type(value) is int and key not in known
     )
     defaults = ", ".join(f"{name} {getattr(config, name)}" for name in missing)
     note = f"transformers' own {defaults} stand, as the config states none by that name"
-    if unread:
-        note += f"; nothing reads its {', '.join(unread[:_MOST_NAMED])}"
+    if unlisted:
+        note += f"; it states {', '.join(unlisted[:_MOST_NAMED])}, which are no fields of {type(config).__name__}"
     return [note]
