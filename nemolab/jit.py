@@ -45,12 +45,24 @@ class _KernelCache(caching.FunctionCache):
             super().save_overload(signature, data)
 
 
+SETTINGS = {"nogil": True, "error_model": "numpy"}
+INNER = SETTINGS | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}  # for what only compiled code calls
+
+
 def jit(function: Callable) -> Callable:
     """Compile `function` on its first call; see the module for the settings."""
-    compiled = numba.njit(nogil=True, error_model="numpy")(function)
+    compiled = numba.njit(**SETTINGS)(function)
     with contextlib.suppress(RuntimeError, OSError):  # no folder can be written: compile in each process
         compiled._cache = _KernelCache(function)
     return compiled
+
+
+def jit_inner(function: Callable) -> Callable:
+    """As `jit`, for what only compiled code calls: no door from Python and no file of its own, so quicker to compile.
+
+    Called from Python it fails.
+    """
+    return numba.njit(**INNER)(function)
 
 
 def is_cached(compiled: Callable) -> bool:

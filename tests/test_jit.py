@@ -11,7 +11,7 @@ import pytest
 import nemolab.jit as module
 
 NEMOLAB = Path(module.__file__).parent
-KERNELS, POLICIES = NEMOLAB.parent / "kernels", NEMOLAB / "policy"
+KERNELS, POLICIES, SIMULATE = NEMOLAB.parent / "kernels", NEMOLAB / "policy", NEMOLAB / "simulate"
 
 PROGRAM = """
 import sys
@@ -80,7 +80,7 @@ def test_a_folder_that_fills_up_is_no_reason_to_fail(monkeypatch):
 
 def test_all_compiled_code_goes_through_jit():
     """numba's own decorators would miss the cache rule and the settings."""
-    for path in [path for folder in (KERNELS, POLICIES) for path in folder.glob("*.py")]:
+    for path in [path for folder in (KERNELS, POLICIES, SIMULATE) for path in folder.glob("*.py")]:
         text = path.read_text()
         assert "njit" not in text, path.name
         assert "fastmath" not in text and "prange" not in text, path.name

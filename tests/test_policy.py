@@ -71,12 +71,8 @@ def test_the_twins_can_fail():
         assert tuple(replay(from_batches(batches, n_keys=KEYS), name, slots=6).outcome) == seen[name]
 
 
-LIVE = [
-    "lru",
-    "lfu",
-    "s3fifo",
-    "random",
-]  # the doors from Python are compiled anew for each: four show that they are doors
+# The doors from Python are compiled anew for each kind of state: lists, a heap and dice show that they are doors.
+LIVE = ["lru", "lfu", "random"]
 
 
 @pytest.mark.parametrize("name", LIVE)

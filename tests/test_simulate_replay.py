@@ -276,3 +276,18 @@ def test_what_the_trace_cannot_answer_is_refused():
 def test_a_routing_that_cannot_be_is_refused(wrong, message):
     with pytest.raises(TraceError, match=message):
         from_routing(**{"experts": np.zeros((2, 1, 1), int), "n_experts": 8} | wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (dict(batches=[[0], [-1]]), "keys hold ids from -1 to 0; 0 to 2 are needed$"),
+        (dict(batches=[[3]]), "keys hold ids from 3"),
+        (dict(guesses=[[3]]), "guesses hold ids from 3"),
+        (dict(size_bytes=[1, 0, 1]), "sizes above 0"),
+    ],
+)
+def test_batches_that_cannot_be_are_refused(wrong, message):
+    """Compiled code would read and write beyond its arrays."""
+    with pytest.raises(TraceError, match=message):
+        from_batches(**{"batches": [[0]], "n_keys": 3} | wrong)

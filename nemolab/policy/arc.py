@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nemolab.jit import jit
+from nemolab.jit import jit_inner
 from nemolab.policy.interface import HIT, Policy, Setting, ignore, register
 from nemolab.policy.links import Links, append, oldest, oldest_unmarked, start_links, unlink
 
@@ -47,27 +47,27 @@ def start(setting: Setting) -> ARCState:
     )
 
 
-@jit
+@jit_inner
 def _leave_list(state, key):
     unlink(state.links, key)
     state.numbers[state.where[key]] -= state.size_bytes[key]
 
 
-@jit
+@jit_inner
 def _join_list(state, key, where):
     append(state.links, state.first_sentinel + where, key)
     state.where[key] = where
     state.numbers[where] += state.size_bytes[key]
 
 
-@jit
+@jit_inner
 def _forget_oldest(state, ghost):
     key = oldest(state.links, state.first_sentinel + ghost)
     _leave_list(state, key)
     state.where[key] = NOWHERE
 
 
-@jit
+@jit_inner
 def _recall(state, key):
     """A miss that a ghost remembers: move the line towards where it would have been kept."""
     numbers, where = state.numbers, state.where[key]

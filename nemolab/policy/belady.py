@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nemolab.jit import jit
+from nemolab.jit import jit, jit_inner
 from nemolab.policy.heap import Heap, lowest_unmarked, push, rerank, start_heap, take_out
 from nemolab.policy.interface import HIT, PREFETCHED, Policy, Setting, register
 
@@ -45,7 +45,7 @@ def find_next_use(keys, starts, next_use, coming):
             coming[keys[at]] = batch
 
 
-@jit
+@jit_inner
 def _rank(state, key, placed):
     """Lower leaves first: the farther the next use, then the less recent. placed: the time of placing."""
     return (np.int64(state.never - state.coming[key]) << CLOCK_BITS) + placed

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from nemolab.jit import jit
+from nemolab.jit import jit, jit_inner
 from nemolab.policy.core import (
     ABSENT,
     CAPACITY,
@@ -55,6 +55,7 @@ class Cache:
 
     capacity_bytes  the budget
     size_bytes      bytes of every entry, or one number for all
+    Keys are not checked, here or in the compiled code: 0 to n_keys - 1 is the caller's promise.
     Raises ValueError for a negative budget and for a policy that must know the future.
     """
 
@@ -86,9 +87,8 @@ class Cache:
 
     def __iter__(self) -> Iterator[int]:
         """The cached keys: under LRU from the oldest to the most recent, else by number."""
-        links = getattr(self._state, "links", None)
         if self.policy is LRU:
-            return iter(_list_oldest_first(links, self._state.sentinel))
+            return iter(_list_oldest_first(self._state.links, self._state.sentinel))
         return iter(np.flatnonzero(self._core.entries["held"]).tolist())
 
     @property
@@ -179,11 +179,11 @@ def _open_door(door, arguments: tuple) -> Callable:
     return door.compile(tuple(numba.typeof(argument) for argument in arguments))
 
 
-# The doors from Python into the rules: each compiled once a policy, called once a batch. (A bare 0 would be a type of
-# its own to numba, which would compile the rules again for it.)
+# The doors from Python into the rules: each compiled when first used, once a kind of state, and called once a batch.
+# (A bare 0 would be a type of its own to numba, which would compile the rules again for it.)
 
 
-@jit
+@jit_inner
 def _part(keys, outcome, parts):
     """Sort the keys of a batch into rows of `parts`: hits, misses, useful hits. Returns how many each has."""
     hits = misses = useful = 0

@@ -8,7 +8,8 @@ A *batch* is all lookups of one layer at one step, each key once, in the order o
     - Prefetch: of the first guesses for the next layer, those not cached are read. Slot and eviction happen at issue;
       the running batch and this round's own reads are spared, and a guess that would need their place is not read.
       Nothing is refreshed if present, so a guess that is present may be evicted by one that is not.
-So misses never depend on timing. The functions are compiled, once for each policy.
+So misses never depend on timing. The functions are compiled, once for each kind of state (`LFUState` serves three
+policies).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nemolab.jit import jit
+from nemolab.jit import jit_inner
 from nemolab.policy.interface import ANYONE, HIT, MISS, PREFETCHED, choose, meet, place, remove
 
 # What became of a lookup: flags in `outcome`.
@@ -28,9 +29,8 @@ LATE = 8  # of those, one still being read when it was asked for
 
 # Places in Core.numbers.
 CAPACITY, USED, STAMP, SPARED, FORCED, N_VICTIMS, WASTED, READY, ISSUED = range(9)
-ABSENT, CACHED, UNUSED = 0, 1, 2  # Core.held; UNUSED: prefetched, not asked for yet
+ABSENT, CACHED, UNUSED = 0, 1, 2  # held; UNUSED: prefetched, not asked for yet
 ALL_READY = np.iinfo(np.int64).max
-
 
 ENTRY = np.dtype(
     [
@@ -72,20 +72,20 @@ def start_core(size_bytes: np.ndarray, capacity_bytes: int, *, forced: bool, rea
     return Core(entries, np.zeros(n_keys, np.int32), np.zeros(n_keys, np.int32), numbers)
 
 
-@jit
+@jit_inner
 def leave(core, state, key):
     """`key` leaves; who leaves is noted for the owner of the memory."""
-    numbers = core.numbers
+    numbers, entry = core.numbers, core.entries[key]
     remove(state, key)
-    if core.entries[key].held == UNUSED:
+    if entry.held == UNUSED:
         numbers[WASTED] += 1
-    core.entries[key].held = ABSENT
-    numbers[USED] -= core.entries[key].size_bytes
+    entry.held = ABSENT
+    numbers[USED] -= entry.size_bytes
     core.victims[numbers[N_VICTIMS]] = key
     numbers[N_VICTIMS] += 1
 
 
-@jit
+@jit_inner
 def make_room(core, state, incoming_bytes, spared_bytes):
     """Victims leave until what comes fits, or until only spared entries are left."""
     numbers = core.numbers
@@ -96,16 +96,16 @@ def make_room(core, state, incoming_bytes, spared_bytes):
         leave(core, state, key)
 
 
-@jit
+@jit_inner
 def note_use(core, key):
     """The first use of a prefetched entry, as flags."""
-    core.entries[key].held = CACHED
-    numbers = core.numbers
-    next_batch = core.entries[key].issued + 1 == numbers[STAMP]
-    return USEFUL | LATE if next_batch and core.entries[key].rank >= numbers[READY] else USEFUL
+    numbers, entry = core.numbers, core.entries[key]
+    entry.held = CACHED
+    next_batch = entry.issued + 1 == numbers[STAMP]
+    return USEFUL | LATE if next_batch and entry.rank >= numbers[READY] else USEFUL
 
 
-@jit
+@jit_inner
 def look_up(core, state, keys, first, last, outcome):
     """One batch: keys[first:last], each once; what became of each is written to the same places of `outcome`."""
     numbers = core.numbers
@@ -115,78 +115,76 @@ def look_up(core, state, keys, first, last, outcome):
     incoming_bytes = spared_bytes = np.int64(0)
     for at in range(first, last):
         key = np.int64(keys[at])
-        core.entries[key].mark = stamp
-        held = core.entries[key].held
+        entry = core.entries[key]
+        entry.mark = stamp
+        held = entry.held
         if held == ABSENT:
-            outcome[at] = MISSED if core.entries[key].entered else MISSED | FIRST
-            core.entries[key].entered = 1
-            incoming_bytes += core.entries[key].size_bytes
-            meet(state, key, False)
+            outcome[at] = MISSED if entry.entered else MISSED | FIRST
+            entry.entered = 1
+            incoming_bytes += entry.size_bytes
         else:
             outcome[at] = note_use(core, key) if held == UNUSED else 0
-            spared_bytes += core.entries[key].size_bytes
-            meet(state, key, True)
+            spared_bytes += entry.size_bytes
+        meet(state, key, held != ABSENT)
     if numbers[FORCED] and incoming_bytes:
         make_room(core, state, incoming_bytes, spared_bytes)
     for at in range(first, last):
         key = np.int64(keys[at])
-        if outcome[at] & MISSED:
-            if place(state, key, MISS, at):
-                core.entries[key].held = CACHED
-                numbers[USED] += core.entries[key].size_bytes
-                spared_bytes += core.entries[key].size_bytes
-        else:
-            place(state, key, HIT, at)
+        missed = outcome[at] & MISSED
+        stays = place(state, key, MISS if missed else HIT, at)
+        if missed and stays:
+            entry = core.entries[key]
+            entry.held = CACHED
+            numbers[USED] += entry.size_bytes
+            spared_bytes += entry.size_bytes
     if numbers[USED] > numbers[CAPACITY]:
         spared_bytes -= shed(core, state, keys, first, last)
     numbers[SPARED] = spared_bytes
 
 
-@jit
+@jit_inner
 def shed(core, state, keys, first, last):
     """Still above the budget: the batch's own oldest leave, or whoever the policy names where misses may pass by.
 
     Returns how many bytes of the running batch left.
     """
     numbers = core.numbers
-    shed_bytes = np.int64(0)
-    if numbers[FORCED]:
-        for at in range(first, last):
+    shed_bytes, at = np.int64(0), first
+    while numbers[USED] > numbers[CAPACITY] and at < last:
+        if numbers[FORCED]:
             key = np.int64(keys[at])
-            if numbers[USED] <= numbers[CAPACITY]:
-                break
-            if core.entries[key].held != ABSENT:
-                shed_bytes += core.entries[key].size_bytes
-                leave(core, state, key)
-        return shed_bytes
-    while numbers[USED] > numbers[CAPACITY]:
-        key = choose(state, core.entries, ANYONE)
+            at += 1
+            if core.entries[key].held == ABSENT:
+                continue
+        else:
+            key = choose(state, core.entries, ANYONE)
         if core.entries[key].mark == numbers[STAMP]:
             shed_bytes += core.entries[key].size_bytes
         leave(core, state, key)
     return shed_bytes
 
 
-@jit
+@jit_inner
 def look_up_passing(core, keys, first, last, outcome):
     """One layer of a prompt pass: hits are read where they lie, misses through the prompt's own ring."""
     for at in range(first, last):
         key = np.int64(keys[at])
-        held = core.entries[key].held
+        entry = core.entries[key]
+        held = entry.held
         if held == ABSENT:
-            outcome[at] = MISSED if core.entries[key].entered else MISSED | FIRST
+            outcome[at] = MISSED if entry.entered else MISSED | FIRST
         else:
             outcome[at] = note_use(core, key) if held == UNUSED else 0
 
 
-@jit
+@jit_inner
 def spare_nobody(core):
     """The batch before is over."""
     core.numbers[STAMP] += 1
     core.numbers[SPARED] = 0
 
 
-@jit
+@jit_inner
 def issue(core, state, guesses, depth, at):
     """A round of prefetch: the absent ones of guesses[:depth], by rank. at: the next lookup of the trace.
 
@@ -204,15 +202,16 @@ def issue(core, state, guesses, depth, at):
     n_issued = read_bytes = np.int64(0)
     for number in range(n_wanted):
         key = np.int64(core.wanted[number])
-        size_bytes = core.entries[key].size_bytes
+        entry = core.entries[key]
+        size_bytes = entry.size_bytes
         # A guess given twice is there by now; one larger than what the running batch leaves finds no place.
-        if core.entries[key].held != ABSENT or numbers[SPARED] + size_bytes > numbers[CAPACITY]:
+        if entry.held != ABSENT or numbers[SPARED] + size_bytes > numbers[CAPACITY]:
             continue
         make_room(core, state, size_bytes, numbers[SPARED])
         if numbers[USED] + size_bytes > numbers[CAPACITY] or not place(state, key, PREFETCHED, at):
             continue
-        core.entries[key].held, core.entries[key].entered = UNUSED, 1
-        core.entries[key].mark, core.entries[key].issued, core.entries[key].rank = stamp, stamp, n_issued
+        entry.held, entry.entered = UNUSED, 1
+        entry.mark, entry.issued, entry.rank = stamp, stamp, n_issued
         numbers[USED] += size_bytes
         numbers[SPARED] += size_bytes
         read_bytes += size_bytes

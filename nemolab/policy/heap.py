@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nemolab.jit import jit
+from nemolab.jit import jit_inner
 
 
 class Heap(NamedTuple):
@@ -25,14 +25,14 @@ def start_heap(n_keys: int) -> Heap:
     return Heap(key_array(), rank_array(), key_array(), np.zeros(1, np.int64), key_array(), rank_array())
 
 
-@jit
+@jit_inner
 def _put(heap, place, key, rank):
     heap.keys[place] = key
     heap.ranks[place] = rank
     heap.where[key] = place
 
 
-@jit
+@jit_inner
 def _rise(heap, place, key, rank):
     """Put `key` at `place` or above."""
     while place > 0:
@@ -44,7 +44,7 @@ def _rise(heap, place, key, rank):
     _put(heap, place, key, rank)
 
 
-@jit
+@jit_inner
 def _sink(heap, place, key, rank):
     """Put `key` at `place` or below."""
     size = heap.size[0]
@@ -61,7 +61,7 @@ def _sink(heap, place, key, rank):
     _put(heap, place, key, rank)
 
 
-@jit
+@jit_inner
 def push(heap, key, rank):
     """`key` enters."""
     place = heap.size[0]
@@ -69,7 +69,7 @@ def push(heap, key, rank):
     _rise(heap, place, key, rank)
 
 
-@jit
+@jit_inner
 def rerank(heap, key, rank):
     """`key`, in the heap, gets another rank."""
     place = np.int64(heap.where[key])
@@ -79,23 +79,19 @@ def rerank(heap, key, rank):
         _sink(heap, place, key, rank)
 
 
-@jit
+@jit_inner
 def take_out(heap, key):
     """`key` leaves, wherever it stands."""
     place = np.int64(heap.where[key])
-    rank = heap.ranks[place]
     heap.size[0] -= 1
     last = heap.size[0]
-    if place == last:
-        return
-    key, last_rank = np.int64(heap.keys[last]), heap.ranks[last]
-    if last_rank < rank:
-        _rise(heap, place, key, last_rank)
-    else:
-        _sink(heap, place, key, last_rank)
+    if place != last:  # the last one takes the place, as if it had held it with the rank of who leaves
+        moved = np.int64(heap.keys[last])
+        heap.where[moved] = place
+        rerank(heap, moved, heap.ranks[last])
 
 
-@jit
+@jit_inner
 def lowest_unmarked(heap, entries, stamp):
     """The key of lowest rank whose mark is not `stamp`; there is one."""
     n_aside = 0

@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 from numba.extending import overload
 
+from nemolab.jit import INNER
+
 HIT, MISS, PREFETCHED = 0, 1, 2  # how an entry comes to be placed
 ANYONE = -1  # a stamp that marks nobody
 
@@ -124,7 +126,7 @@ def _compile_by_state(stub: Callable) -> None:
         "place": lambda state, key, how, at: find(state),
         "pass_by": lambda state, entries, keys, first, last: find(state),
     }
-    overload(stub, jit_options={"nogil": True, "error_model": "numpy"})(finders[stub.__name__])
+    overload(stub, jit_options=INNER)(finders[stub.__name__])
 
 
 for _stub in (meet, choose, remove, place, pass_by):

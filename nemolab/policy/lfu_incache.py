@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-from nemolab.policy import lfu
-from nemolab.policy.heap import take_out
-from nemolab.policy.interface import Policy, Setting, ignore, register
+from nemolab.policy.interface import Setting
+from nemolab.policy.lfu import LFUState, start_as, variant
 
 
-class InCacheState(lfu.LFUState):
-    """As for `lfu`; count is 0 for what is not cached."""
+def start(setting: Setting) -> LFUState:
+    return start_as(setting, forgets=True, ages=False)
 
 
-def start(setting: Setting) -> InCacheState:
-    return InCacheState(*lfu.start(setting))
-
-
-def remove(state, key):
-    take_out(state.heap, key)
-    state.count[key] = 0
-
-
-LFU_INCACHE = register(
-    InCacheState,
-    Policy(
-        "lfu-incache", "fewest lookups since it entered leaves", start, lfu.meet, lfu.choose, remove, lfu.place, ignore
-    ),
-)
+LFU_INCACHE = variant("lfu-incache", "fewest lookups since it entered leaves", start)

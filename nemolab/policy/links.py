@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nemolab.jit import jit
+from nemolab.jit import jit_inner
 
 
 class Links(NamedTuple):
@@ -24,7 +24,7 @@ def start_links(n_keys: int, n_lists: int = 1) -> Links:
     return Links(*(np.arange(n_keys + n_lists, dtype=np.int32) for _ in range(2)))
 
 
-@jit
+@jit_inner
 def append(links, sentinel, key):
     """`key`, in no list, becomes the newest."""
     newest = links.older[sentinel]
@@ -34,7 +34,7 @@ def append(links, sentinel, key):
     links.older[sentinel] = key
 
 
-@jit
+@jit_inner
 def unlink(links, key):
     """`key` leaves whatever list it is in."""
     older, newer = links.older[key], links.newer[key]
@@ -42,7 +42,7 @@ def unlink(links, key):
     links.older[newer] = older
 
 
-@jit
+@jit_inner
 def oldest_unmarked(links, sentinel, entries, stamp):
     """The oldest key of a list whose mark is not `stamp`, or -1."""
     key = np.int64(links.newer[sentinel])
@@ -51,7 +51,7 @@ def oldest_unmarked(links, sentinel, entries, stamp):
     return -1 if key == sentinel else key
 
 
-@jit
+@jit_inner
 def oldest(links, sentinel):
     """The oldest key of a list, or -1."""
     key = np.int64(links.newer[sentinel])

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nemolab.jit import jit
+from nemolab.jit import jit_inner
 from nemolab.policy.interface import HIT, Policy, Setting, ignore, register
 
 
@@ -24,7 +24,7 @@ def start(setting: Setting) -> RandomState:
     return RandomState(*by_key, np.zeros(1, np.int64), np.array([setting.seed], np.uint64))
 
 
-@jit
+@jit_inner
 def roll(dice):
     """The next of 2^64 numbers in an order that looks random (splitmix64)."""
     dice[0] += np.uint64(0x9E3779B97F4A7C15)

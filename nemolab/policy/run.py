@@ -13,11 +13,10 @@ def run_batches(core, state, keys, starts, passing, guesses, depth, alone, outco
 
     keys int32 [lookups], starts int64 [batches + 1]: batch b is keys[starts[b]:starts[b + 1]], each key once
     passing   bool [batches]: prompt passes, which leave no trace
-    guesses   int32 [batches, n]: keys guessed for the batch, -1 for none; the first `depth` are prefetched before it.
-              None compiles the loop without prefetch
+    guesses   int32 [batches, n]: keys guessed for the batch, -1 for none; the first `depth` are prefetched before it
     alone     the batch before is another cache's, so nothing of it is in use while a prefetch is issued
     outcome   uint8 [lookups], written: flags of `nemolab.policy.core`
-    issued, issued_bytes, wasted   int64 [batches], written if there are guesses: prefetched before the batch, what they
+    issued, issued_bytes, wasted   int64 [batches], written unless depth is 0: prefetched before the batch, what they
               take, and prefetched entries that left unused since the batch before
     """
     for batch in range(len(starts) - 1):
@@ -27,11 +26,11 @@ def run_batches(core, state, keys, starts, passing, guesses, depth, alone, outco
             look_up_passing(core, keys, first, last, outcome)
             pass_by(state, core.entries, keys, first, last)
         else:
-            if guesses is not None:
+            if depth:
                 if alone:
                     spare_nobody(core)
                 issued_bytes[batch] = issue(core, state, guesses[batch], depth, first)
                 issued[batch] = core.numbers[ISSUED]
             look_up(core, state, keys, first, last, outcome)
-        if guesses is not None:
+        if depth:
             wasted[batch] = core.numbers[WASTED] - wasted_before

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nemolab.jit import jit
+from nemolab.jit import jit_inner
 from nemolab.policy.interface import HIT, Policy, Setting, ignore, register
 from nemolab.policy.links import Links, append, oldest, oldest_unmarked, start_links, unlink
 
@@ -52,13 +52,13 @@ def start(setting: Setting) -> S3FIFOState:
     )
 
 
-@jit
+@jit_inner
 def _leave_list(state, key):
     unlink(state.links, key)
     state.numbers[state.where[key]] -= state.size_bytes[key]
 
 
-@jit
+@jit_inner
 def _join_list(state, key, where):
     append(state.links, state.first_sentinel + where, key)
     state.where[key] = where

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nemolab.jit import jit
+from nemolab.jit import jit_inner
 from nemolab.policy.interface import HIT, Policy, Setting, ignore, register
 from nemolab.policy.links import Links, append, oldest, oldest_unmarked, start_links, unlink
 
@@ -40,13 +40,13 @@ def start(setting: Setting) -> SLRUState:
     )
 
 
-@jit
+@jit_inner
 def _leave_segment(state, key):
     unlink(state.links, key)
     state.used[state.segment[key]] -= state.size_bytes[key]
 
 
-@jit
+@jit_inner
 def _join_segment(state, key, segment):
     append(state.links, state.first_sentinel + segment, key)
     state.segment[key] = segment

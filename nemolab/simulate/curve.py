@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nemolab.errors import TraceError
-from nemolab.jit import jit
+from nemolab.jit import jit, jit_inner
 from nemolab.simulate.lookups import Lookups
 
 NEVER = np.iinfo(np.int64).max  # the distance of a block that is not in the stack
@@ -81,7 +81,7 @@ def _count_values(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return values[firsts], np.diff(np.append(firsts, len(values)))
 
 
-@jit
+@jit_inner
 def _add(tree, run, size_bytes):
     """Count `size_bytes` in a run of places."""
     node = run + 1
@@ -90,7 +90,7 @@ def _add(tree, run, size_bytes):
         node += node & -node
 
 
-@jit
+@jit_inner
 def _sum_below(tree, run):
     """Bytes in the runs before `run`."""
     total = 0
@@ -101,7 +101,7 @@ def _sum_below(tree, run):
     return total
 
 
-@jit
+@jit_inner
 def _close_gaps(weight, key_at, tree, place_of, used):
     """Move what is in the stack to the lowest places, in order, and count anew. Returns how many there are."""
     count = 0

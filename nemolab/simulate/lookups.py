@@ -190,6 +190,7 @@ def from_batches(
     """A trace of one layer, given as lists of keys, one a batch and step: for small examples and tests.
 
     size_bytes  bytes by key, or one number for all; guesses: keys guessed for each batch, of any length
+    Raises TraceError for keys out of range and sizes that are not above 0.
     """
     if n_keys is None:
         n_keys = 1 + max((key for batch in (*batches, *(guesses or ())) for key in batch), default=-1)
@@ -198,12 +199,15 @@ def from_batches(
     distinct = [distinct[number] for number in kept]
     n_batches = len(distinct)
     keys = np.array([key for batch in distinct for key in batch], np.int32)
-    _check_range("keys", keys, n_keys)
+    _check_range("keys", keys, n_keys, none_allowed=False)
     by_batch = lambda values, default: np.asarray([default] * len(batches) if values is None else values)[kept]  # noqa: E731
+    if size_bytes is not None and np.any(np.asarray(size_bytes) <= 0):
+        raise TraceError(f"block sizes from {np.min(size_bytes)}; sizes above 0 are needed")
     if guesses is not None:
         longest = max((len(row) for row in guesses), default=0)
         guesses = np.array([list(guesses[n]) + [-1] * (longest - len(guesses[n])) for n in kept], np.int32)
         guesses = guesses.reshape(n_batches, longest)
+        _check_range("guesses", guesses, n_keys)
     return Lookups(
         keys=keys,
         starts=np.cumsum([0, *(len(batch) for batch in distinct)], dtype=np.int64),
@@ -221,12 +225,11 @@ def from_batches(
     )
 
 
-def _check_range(name: str, ids: np.ndarray, count: int) -> None:
-    """-1 stands for none; anything else must be an id."""
-    if ids.size and not (-1 <= ids.min() and ids.max() < count):
-        raise TraceError(
-            f"{name} hold ids from {ids.min()} to {ids.max()}; 0 to {count - 1} are needed, or -1 for none"
-        )
+def _check_range(name: str, ids: np.ndarray, count: int, none_allowed: bool = True) -> None:
+    """-1 stands for none where that is allowed; anything else must be an id: compiled code looks no more."""
+    if ids.size and not ((-1 if none_allowed else 0) <= ids.min() and ids.max() < count):
+        needed = f"0 to {count - 1} are needed" + (", or -1 for none" if none_allowed else "")
+        raise TraceError(f"{name} hold ids from {ids.min()} to {ids.max()}; {needed}")
 
 
 def _by_token(name: str, values, n_tokens: int, default: int) -> np.ndarray:
