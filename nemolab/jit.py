@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numba
 from numba.core import caching
+from numba.extending import register_jitable
 
 
 @cache
@@ -40,6 +41,14 @@ class _KernelCache(caching.FunctionCache):
         stamp = _stamp_of_folder(Path(function.__code__.co_filename).parent)
         self._cache_file._source_stamp = (self._cache_file._source_stamp, stamp)
 
+    def load_overload(self, signature, target_context):
+        try:
+            return super().load_overload(signature, target_context)
+        except Exception:  # pickles of before an edit may name what is gone, a killed write leaves half: any error
+            with contextlib.suppress(OSError):
+                self.flush()
+            return None
+
     def save_overload(self, signature, data) -> None:
         with contextlib.suppress(OSError):  # a full disk is no reason not to run what has just been compiled
             super().save_overload(signature, data)
@@ -58,14 +67,17 @@ def jit(function: Callable) -> Callable:
 
 
 def jit_inner(function: Callable) -> Callable:
-    """As `jit`, for what only compiled code calls: no door from Python and no file of its own, so quicker to compile.
+    """For what only compiled code calls: no door from Python and no file of its own, so quicker to compile than `jit`.
 
-    Called from Python it fails.
+    Called from Python the function runs as it is written: compiled without a door it would bring the process down.
     """
-    return numba.njit(**INNER)(function)
+    return register_jitable(**INNER)(function)
 
 
 def is_cached(compiled: Callable) -> bool:
     """Whether compiled code of a kernel is in memory or on disk."""
     file = getattr(compiled._cache, "_cache_file", None)
-    return bool(compiled.signatures) or (file is not None and bool(file._load_index()))
+    try:
+        return bool(compiled.signatures) or (file is not None and bool(file._load_index()))
+    except Exception:  # see load_overload
+        return False

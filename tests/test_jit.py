@@ -1,11 +1,13 @@
 """Compiled code is kept on disk, never outlives an edit, and no cache folder is ever a condition for running."""
 
 import os
+import pickle
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numba
 import pytest
 
 import nemolab.jit as module
@@ -56,6 +58,19 @@ def test_an_edit_in_another_kernel_s_file_is_not_missed(package, tmp_path):
     text = (package / "two.py").read_text()
     (package / "two.py").write_text(text.replace("x + 1", "x + 5"))
     assert run(package, **cache) == (12.0, False)
+
+
+@pytest.mark.parametrize("harm", ["half", "gone"])
+def test_an_index_that_cannot_be_read_is_made_again(package, tmp_path, harm):
+    """Cut off by a kill, or naming a class that a newer version no longer has."""
+    cache = {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    run(package, **cache)
+    for index in (tmp_path / "cache").rglob("*.nbi"):
+        version = pickle.dumps(numba.__version__, protocol=-1)
+        assert index.read_bytes().startswith(version)
+        index.write_bytes(index.read_bytes()[:-5] if harm == "half" else version + b"cmine.one\nGone\n.")
+    assert run(package, **cache) == (4.0, False)
+    assert run(package, **cache) == (4.0, True)
 
 
 def test_without_any_folder_to_write_kernels_are_compiled_in_each_process(package, tmp_path):
