@@ -19,7 +19,7 @@ _UNIT_BYTES = 64 << 10  # a multiple of every alignment that direct writes are k
 
 
 class DenseFile:
-    """`dense.safetensors` to be: reserved when made, filled by `copy`, under its name when `copy` returns."""
+    """`dense.safetensors` to be: reserved when made, filled by `copy`, under its name after `finish`."""
 
     def __init__(self, path: Path, entries: Sequence[TensorEntry], announce: Callable[[str], None]):
         self._path, self._partial = path, path.with_name(path.name + files.PARTIAL)
@@ -59,9 +59,12 @@ class DenseFile:
             return copy_chunk
 
         work_through(range(len(starts)), prepare, min(workers, len(starts)), on_tick)
+        return self._add_up(sums)
+
+    def finish(self) -> None:
+        """Wait until the bytes are on the disk, then give the file its name."""
         self._file.finish()
         files.rename(self._partial, self._path)
-        return self._add_up(sums)
 
     def close(self) -> None:
         self._file.close()

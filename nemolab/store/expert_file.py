@@ -22,7 +22,7 @@ _RUN_BYTES = 4 << 20
 
 
 class ExpertFile:
-    """`experts.bin` to be: reserved when made, filled by `write`, under its name when `write` returns.
+    """`experts.bin` to be: reserved when made, filled by `write`, under its name after `finish`.
 
     experts    block index -> (up module, down module)
     .kept      blocks that an earlier run had written and that still check out
@@ -81,9 +81,12 @@ class ExpertFile:
             work_through(self._in_source_order(), prepare, min(workers, len(self._experts)), on_tick)
         finally:
             self.kept = len(kept)
+        return checksums
+
+    def finish(self) -> None:
+        """Wait until the blocks are on the disk, then give the file its name."""
         self._file.finish()
         files.rename(self._partial, self._final)
-        return checksums
 
     def check_sample(self, checkpoint: Checkpoint, workers: int) -> None:
         """Read some blocks back and compare them with the source, by the definition of the layout."""
