@@ -185,6 +185,21 @@ def _spread(row) -> str:
     return f"{row['median']:.3g} ({row['low']:.3g} to {row['high']:.3g})"
 
 
+def repack_table() -> str:
+    """Repack beside a plain direct copy of the same bytes, from the newest recorded benchmark of each layout."""
+    from nemolab.measure import latest
+
+    rows, taken = [], []
+    for layout in ("neuron", "source"):
+        copy, repack, share = (latest(f"repack.{part}", layout=layout) for part in ("copy", layout, "of_copy"))
+        size_gb = f"{share['settings']['store_bytes'] / 1e9:.2f}"
+        rows.append([layout, size_gb, _spread(copy), _spread(repack), _spread(share), len(share["values"])])
+        taken.append(share)
+    headers = ["layout", "GB written:", "plain copy, GB/s:", "repack, GB/s:", "repack / copy:", "samples:"]
+    how = "One MoE layer of Nemotron-3-Super's shapes, cold. Median (least to most); both sides in turns in one run."
+    return f"{_taken(taken)}. {how}\n\n{markdown_table(headers, rows)}"
+
+
 def notebooks_table() -> str:
     """Each notebook's question and the headline of its committed outputs."""
     import nbformat
@@ -211,6 +226,7 @@ def claims_table() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "bytes": bytes_table,
     "families": families_table,
+    "repack": repack_table,
     "correctness": correctness_table,
     "speed": speed_table,
     "notebooks": notebooks_table,
