@@ -12,7 +12,7 @@ from nemolab.system.memory import Memory
 from nemolab.units import show_bytes
 
 LEAST_ROOM_BYTES = 2**30  # interpreter, torch and a small model take about so much
-LEAST_FILES = 256  # a large checkpoint has dozens of shards, and all are open at once
+LEAST_FILES = 256  # a large checkpoint has dozens of shards, and a repack keeps what it has opened
 # What the kernels' vector code is compiled to; without them it runs, slower.
 WANTED_FLAGS = {"x86_64": ("avx2", "f16c"), "aarch64": ("asimd",)}
 MEMLOCK_ADVICE = (

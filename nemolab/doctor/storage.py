@@ -82,7 +82,7 @@ def find_place(store: str | Path | None) -> Place | Check:
     try:
         folder = (paths.expand(store) if store is not None else paths.cache_folder() / "stores").absolute()
         existing = next(place for place in (folder, *folder.parents) if place.exists())
-        (folder / files.MANIFEST).exists()
+        (folder / files.MANIFEST).exists()  # raises where the folder may not be looked into
     except OSError as problem:
         found = f"{store or 'the cache folder'} cannot be looked at ({problem.strerror or problem})"
         return Check("store folder", "fail", found, _WRITABLE, _ELSEWHERE)

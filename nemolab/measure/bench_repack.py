@@ -34,9 +34,9 @@ def bench_repack(
     gib      about the size of the checkpoint; the folder needs a little more than twice that
     folder   where both happen (default: the cache folder); everything is removed afterwards
     The copy is what a disk does at its best for this work: direct reads and writes of whole chunks by several threads
-    into a reserved file, then fsync, with the better of three settings. Both sides read past the page cache, whose
-    pages of the source are dropped before each run. Each side runs once before the clock counts, and what repack
-    compiles for a whole model is compiled by then. The last store is verified before any figure is returned.
+    into a reserved file, then fsync, with the best of three settings (one run each). Both sides read past the page
+    cache, whose pages of the source are dropped before each run. Each side runs once before the clock counts, and what
+    repack compiles for a whole model is compiled by then. The last store is verified before any figure is returned.
     returns  copy_gb_s, repack_gb_s (medians), of_copy (repack / copy), of_copy_low, of_copy_high, verdict, rows
     """
     from nemolab.store import repack, verify

@@ -128,6 +128,7 @@ class PlacedFile:
         """Why direct writes do not work here, or nothing. Tries a real one, of what the file's first unit holds."""
         if not self._reserved_bytes:
             return "there is nothing to write"
+        # Both ways: it is written now, and read back by whoever checks a sample or goes on with a cut-off repack.
         objection = direct_io.object_to(
             self._unit_bytes, direct_io.ask_alignment(self._descriptor), writes=True
         ) or direct_io.object_to(self._unit_bytes, direct_io.ask_alignment(self._descriptor))

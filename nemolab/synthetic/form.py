@@ -50,6 +50,8 @@ class Form:
     """A checkpoint to be written.
 
     text         the language model's config.json, without quantisation; its list of layers in the spelling wanted
+    formats      which format each module is stored in
+    seed, name   what the random bits depend on; what the model is called
     outer        fields around `llm_config` of a multimodal config.json; None for a language model alone
     prefix       how the backbone is spelled
     metadata     "both", "config", "hf_quant" or "none": where the formats are said
@@ -57,6 +59,8 @@ class Form:
     kv_cache     what the metadata says about the key-value cache
     weight_only  formats whose modules have no input_scale
     kv_scales    attention layers keep a scale each for keys and values
+    input_scale  whether the other quantised modules have one
+    scalar_shape shape of weight_scale_2, input_scale and FP8's weight_scale: () or (1,)
     vision       the tower beside the language model, or None
     sparsity     share of the routed experts' neurons that ReLU^2 leaves at zero; 0.5: nothing is planted
     skew         popularity of experts falls as rank^-skew; 0: all alike
