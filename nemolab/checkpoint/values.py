@@ -30,7 +30,7 @@ _PIECE = 1 << 16  # elements looked at together: they stay in the core's cache
 
 _TILE_ROWS, _TILE_GROUPS = 128, 4  # the tile of the swizzled layout, 512 scales
 _JUDGED_ROWS = 512  # of the rest: tens of thousands of blocks, more say nothing more
-_SAMPLED_GROUPS = 8  # columns of scales that the order is judged by: 1,024 blocks, a tenth of a millisecond
+_SAMPLED_GROUPS = 8  # columns of scales that the order is judged by at first: 1,024 blocks, soon done
 # Of scales in the right order: -0.55 and below for weights of any kind measured, trained ones -0.45 at their weakest.
 _FITS = -0.4
 _SAYS_NOTHING = 0.5  # of what the swizzled order says; up to 0.4 was measured for trained weights that were swizzled
@@ -64,7 +64,7 @@ def check_block_scales(
 
     shape, start_bytes  of the whole, and the place in it where a piece of it begins
     """
-    # The usual case in one pass: 0x00 to 0x7E. Looking for places takes ten times as long.
+    # The usual case in one pass: 0x00 to 0x7E. Looking for places takes longer.
     if scales.max(initial=0) < 0x7F:
         return
     flat = scales.reshape(-1)
@@ -110,7 +110,7 @@ def check_order(packed: np.ndarray, scales: np.ndarray, where: str) -> None:
         return
     taken = min(groups, _SAMPLED_GROUPS)
     sums = _square_sums_of(packed[:_TILE_ROWS, : taken * GROUP // 2])
-    if _correlation(scales[:_TILE_ROWS, :taken], sums) < _FITS:  # nearly always: 0.1 ms
+    if _correlation(scales[:_TILE_ROWS, :taken], sums) < _FITS:  # nearly always
         return
     if _correlation(_unswizzled(scales[:_TILE_ROWS])[:, :taken], sums) > _FITS:
         return
@@ -138,7 +138,7 @@ def _unswizzled(scales: np.ndarray) -> np.ndarray:
 def _square_sums_of(packed: np.ndarray) -> np.ndarray:
     """float32 [N, K/16]: the sum of the squares of the codes of each block."""
     squares = np.take(_square_sums(), packed.reshape(-1), mode="clip").reshape(-1, GROUP // 2)
-    return (squares @ np.ones(GROUP // 2, np.float32)).reshape(len(packed), -1)  # a fifth of the time of .sum(-1)
+    return (squares @ np.ones(GROUP // 2, np.float32)).reshape(len(packed), -1)  # quicker than .sum(-1)
 
 
 def _correlation(scales: np.ndarray, square_sums: np.ndarray) -> float:

@@ -38,8 +38,8 @@ _MTP_FIELDS = re.compile(r"^(num_nextn_predict_layers|(n|num)_mtp_\w+|mtp_num_\w
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without looking for garbage: torch and transformers bring a million objects that stay, and searching them again
-    and again took 5 to 16 % of the processor's time."""
+    """Without looking for garbage: torch and transformers bring very many objects that stay, and searching them again
+    and again is work for nothing."""
     collects = gc.isenabled()
     gc.disable()
     try:

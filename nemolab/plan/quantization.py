@@ -18,7 +18,7 @@ from nemolab.errors import CheckpointError
 
 _MODELOPT = {"NVFP4": "nvfp4", "W4A16_NVFP4": "nvfp4", "FP8": "fp8", "W4A8_MXFP4_FP8": "mxfp4", "MXFP4": "mxfp4"}
 _MOST_PATTERNS = 20_000
-# Of the regular expressions of strangers only these letters are tried: no quantifier but ".*", so none runs for hours.
+# Of the regular expressions of strangers only these letters are tried: no quantifier but `.*` and `?`.
 _PLAIN_REGEX = re.compile(r"(?:[\w/^$|():?-]|\\[.dw]|\.\*?|\[\w+\])*")
 _HARMLESS_REGEX = re.compile(r"[^+*{}]*(?:\.\*[^+*{}]*){0,4}")
 
