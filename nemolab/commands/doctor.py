@@ -18,7 +18,8 @@ def doctor(store):
 
     Looks at Python and the packages, the GPU and whether torch was built for it, the processor, memory and every
     limit on it (machine, all cgroups, ulimit) with the tightest one named, locked memory, and the place of stores: its
-    file system, free space, and direct I/O by a real write and read of 6 MB there. Nothing is changed, nothing is sent.
+    file system, free space, and direct I/O by a real read: of the store that is there, else of a trial file of 6 MB,
+    written and removed. Nothing else is changed, nothing is sent.
 
     Each check is ok, info (a fact), warn (works, but not as it should) or fail (something nemolab needs does not
     work). The exit code is 1 when a check fails, else 0: warnings do not count.

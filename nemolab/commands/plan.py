@@ -63,8 +63,9 @@ def inventory(path, tensors):
     """What is in a checkpoint, and in which number format?
 
     Reads only the headers of the shards. The format of each module (nvfp4, fp8, bf16, f32) is found from its tensors;
-    metadata that disagrees is reported. Sizes are bytes as stored. The second table says what becomes of every byte:
-    used, left out by name, or reported (tensors without a byte); unknown tensors that hold bytes are refused.
+    metadata that disagrees with them is reported, metadata that contradicts itself is refused. Sizes are bytes as
+    stored. The second table says what becomes of every byte: used, kept in a store but not used (k_scale, v_scale),
+    left out by name, or reported (tensors without a byte); unknown tensors that hold bytes are refused.
 
     \b
     Examples:

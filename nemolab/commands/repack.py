@@ -37,6 +37,9 @@ def repack(path, target, layout):
     (resumed_blocks), the rest is made, and the store ends byte for byte as if nothing had happened. Another layout or
     a changed source in the same folder is refused. The space needed is checked and reserved before the work begins.
 
+    A finished store whose files all have their sizes is left as it is; `nemolab verify` is what reads its bytes. To
+    make a damaged one again, remove its folder first.
+
     \b
     Examples:
       nemolab repack --to /tmp/store

@@ -35,8 +35,8 @@ LAYERS_AS = ("pattern", "block_types", "linear_block_types", "layer_types")
     "words",
     multiple=True,
     metavar="FIELD=VALUE",
-    help="Change a field of config.json; the value is JSON. May be repeated. Short names: pattern, experts, top_k,"
-    " latent. An unknown one lists them all.",
+    help="Change a field of config.json; the value is JSON, else a word. May be repeated. Short names: pattern,"
+    " experts, top_k, latent. An unknown one lists them all.",
 )
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Same seed, same bytes.")
 @click.option("--shards", type=click.IntRange(min=1), default=None, metavar="N", help="How many files.")
