@@ -37,7 +37,7 @@ class OrderedGroup(click.Group):
 def root(context):
     """Understand, measure and run mixture-of-experts models larger than the GPU.
 
-    Every verb takes a checkpoint folder PATH (default: NEMOLAB_MODEL, else the small trained model that ships in
+    Verbs that read a checkpoint take its folder PATH (default: NEMOLAB_MODEL, else the small trained model that ships in
     data/tiny), works from any folder, and answers in JSON with --json. GB is 10^9 bytes, GiB is 2^30 bytes.
 
     \b

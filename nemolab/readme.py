@@ -196,7 +196,11 @@ def repack_table() -> str:
         rows.append([layout, size_gb, _spread(copy), _spread(repack), _spread(share), len(share["values"])])
         taken.append(share)
     headers = ["layout", "GB written:", "plain copy, GB/s:", "repack, GB/s:", "repack / copy:", "samples:"]
-    how = "One MoE layer of Nemotron-3-Super's shapes, cold. Median (least to most); both sides in turns in one run."
+    experts = taken[0]["settings"]["experts"]
+    how = (
+        f"{experts} experts of Nemotron-3-Super's shape and a dense part, cold cache. Median (least to most); both sides"
+        " in turns in one run."
+    )
     return f"{_taken(taken)}. {how}\n\n{markdown_table(headers, rows)}"
 
 

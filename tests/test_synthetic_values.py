@@ -8,6 +8,7 @@ from transformers.models.nemotron_h import modeling_nemotron_h
 
 from nemolab.checkpoint import Checkpoint
 from nemolab.compare.reference import Reference
+from nemolab.errors import UsageError
 from nemolab.synthetic import list_tensors, make_form, write
 from nemolab.synthetic.draws import popularity
 from nemolab.synthetic.floats import BITS, to_bits, to_float
@@ -153,3 +154,9 @@ def test_the_bias_decides_popularity_even_for_all_and_one():
     assert popularity(4, 4, 1.0) == [0.5] * 4
     assert sum(popularity(5, 1, 2.0)) == pytest.approx(1, rel=1e-3)
     assert max(popularity(6, 5, 3.0)) < 1
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63, True, "1"])
+def test_a_seed_that_is_none_is_refused(seed):
+    with pytest.raises(UsageError, match="a whole number from 0 to"):
+        make_form("tiny", seed=seed)

@@ -1,8 +1,8 @@
 """The reference: transformers' NemotronH in float32 on the CPU, one block in memory at a time.
 
 All texts go through a block together, so the weights are read once; a Nemotron-3-Super (120B) needs about 4 GiB so
-(`peak_bytes` gives the arithmetic), where the whole model in float32 would need 450. Things of transformers that are set
-right here:
+(`peak_bytes` gives the arithmetic), where the whole model in float32 would need 450. Things of transformers that are
+set right here:
 
 - The Mamba time step. The chunked path floors it at `time_step_min`, the one-token path does not, and neither follows
   the checkpoint's `time_step_limit`. The limit (absent: 0 to infinity) is set on every mixer, checked and recorded in

@@ -161,7 +161,8 @@ def bench_repack_memory(
         except subprocess.TimeoutExpired:
             raise NemolabError(f"the repack took more than {_STALLED_S} s") from None
         if done.returncode:
-            raise NemolabError(f"the repack failed: {done.stderr.strip().splitlines()[-1]}")
+            said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}, nothing was said"]
+            raise NemolabError(f"the repack failed: {said[-1]}")
         found = json.loads(done.stdout)
     settings = {"shape": shape, "layout": layout, "tensors": tensors, **found, "writes": "dropped", "source": "sparse"}
     peak_mib = settings.pop("peak_mib")

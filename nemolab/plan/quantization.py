@@ -18,8 +18,11 @@ from nemolab.errors import CheckpointError
 
 _MODELOPT = {"NVFP4": "nvfp4", "W4A16_NVFP4": "nvfp4", "FP8": "fp8", "W4A8_MXFP4_FP8": "mxfp4", "MXFP4": "mxfp4"}
 _MOST_PATTERNS = 20_000
-# Of the regular expressions of strangers only these letters are tried: no quantifier but `.*` and `?`.
-_PLAIN_REGEX = re.compile(r"(?:[\w/^$|():?-]|\\[.dw]|\.\*?|\[\w+\])*")
+# Of the regular expressions of strangers only short ones of these letters are tried, with no quantifier but four `.*`
+# and two groups of alternatives: what may match in many ways, many times over, can take hours.
+_MOST_LETTERS = 200
+_PLAIN_REGEX = re.compile(r"(?:[\w/^$|):-]|\((?:\?:)?|\\[.dw]|\.\*?|\[\w+\])*")
+_MOST_GROUPS = 2
 _HARMLESS_REGEX = re.compile(r"[^+*{}]*(?:\.\*[^+*{}]*){0,4}")
 
 
@@ -176,6 +179,8 @@ def _pattern(name: str) -> str | None:
     """One excluded name, glob or `re:` expression as a regular expression; None for an expression we do not try."""
     if name.startswith("re:"):
         expression = name[3:]
+        if len(expression) > _MOST_LETTERS or expression.count("(") > _MOST_GROUPS:
+            return None
         if not _PLAIN_REGEX.fullmatch(expression) or not _HARMLESS_REGEX.fullmatch(expression):
             return None
         try:

@@ -81,5 +81,5 @@ class Journal:
                 self.blocks[int(record["block"])] = int(record["crc32"])
             else:
                 self.files[record["file"]] = Written(record["bytes"], record["crc32"], record["tensors"])
-        except (ValueError, KeyError, TypeError):  # torn, or not ours: not finished
+        except (ValueError, KeyError, TypeError, RecursionError):  # torn, or not ours: not finished
             return

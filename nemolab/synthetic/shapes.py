@@ -93,6 +93,8 @@ def make_form(
     **options: Any,
 ) -> Form:
     """The form of a named shape. Raises UsageError for what cannot be, naming the field; arguments as in `write`."""
+    if "seed" in options:
+        check_seed(options["seed"])
     known = SHAPES[find_shape(shape)]
     fields, facts = _read_base(known)
     table, kv_scales, weight_only = _read_facts(fields, facts, known)
@@ -280,3 +282,10 @@ def parse_settings(words: tuple[str, ...]) -> dict[str, Any]:
         if isinstance(settings[name], float) and not math.isfinite(settings[name]):
             raise UsageError(f"--set {name}={value}: a finite number was expected")
     return settings
+
+
+def check_seed(seed: int) -> int:
+    """A seed as it is used. Raises UsageError unless it is a whole number from 0 to 2^63 - 1."""
+    if type(seed) is not int or not 0 <= seed < 2**63:
+        raise UsageError(f"seed is {seed!r}; a whole number from 0 to 2^63 - 1 was expected")
+    return seed

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from nemolab.errors import NemolabError, UsageError
+from nemolab.errors import NemolabError
 from nemolab.progress import Progress
 from nemolab.synthetic.draws import random_bytes
 from nemolab.synthetic.facts import Facts, planted, shape_facts
@@ -315,10 +315,3 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def check_seed(seed: int) -> int:
-    """A seed as it is used. Raises UsageError unless it is a whole number from 0 to 2^63 - 1."""
-    if type(seed) is not int or not 0 <= seed < 2**63:
-        raise UsageError(f"seed is {seed!r}; a whole number from 0 to 2^63 - 1 was expected")
-    return seed
