@@ -37,8 +37,8 @@ class OrderedGroup(click.Group):
 def root(context):
     """Understand, measure and run mixture-of-experts models larger than the GPU.
 
-    Verbs that read a checkpoint take its folder PATH (default: NEMOLAB_MODEL, else the small trained model that ships in
-    data/tiny), works from any folder, and answers in JSON with --json. GB is 10^9 bytes, GiB is 2^30 bytes.
+    Verbs that read a checkpoint take its folder PATH (default: NEMOLAB_MODEL, else the small trained model that ships
+    in data/tiny); all work from any folder, and answer in JSON with --json. GB is 10^9 bytes, GiB is 2^30 bytes.
 
     \b
     A first walk, each line a minute or less:

@@ -198,8 +198,8 @@ def repack_table() -> str:
     headers = ["layout", "GB written:", "plain copy, GB/s:", "repack, GB/s:", "repack / copy:", "samples:"]
     experts = taken[0]["settings"]["experts"]
     how = (
-        f"{experts} experts of Nemotron-3-Super's shape and a dense part, cold cache. Median (least to most); both sides"
-        " in turns in one run."
+        f"{experts} experts of Nemotron-3-Super's shape and a dense part, cold cache. Median (least to most);"
+        " both sides in turns in one run."
     )
     return f"{_taken(taken)}. {how}\n\n{markdown_table(headers, rows)}"
 
