@@ -95,5 +95,8 @@ def verify(store, source, every):
     lines = [f"{result.checked:,} blocks checked {against}; {result.mismatches:,} differences", *result.details[:20]]
     problem = ""
     if result.mismatches:
-        problem = f"{store}: {result.mismatches} differences {against}, the first: {result.details[0]}"
+        problem = (
+            f"{store}: {result.mismatches} differences {against}, the first: {result.details[0]};"
+            " remove the folder and repack to make it anew"
+        )
     return Answer(asdict(result), "\n".join(lines), problem)
