@@ -12,7 +12,7 @@ from nemolab.doctor.check import Check
 from nemolab.errors import NemolabError
 from nemolab.store import direct_io, files
 from nemolab.store.store import Store
-from nemolab.system.mounts import find_mount, read_mounts
+from nemolab.system.mounts import find_mount, free_bytes, read_mounts
 from nemolab.units import show_bytes
 
 BLOCK_BYTES = 756 * 4096  # an expert of Nemotron-3-Super: what matters is reads of this size
@@ -122,8 +122,7 @@ def check_file_system(place: Place, root: Path) -> Check:
 
 
 def check_free(place: Place) -> Check:
-    status = os.statvfs(place.existing)
-    place.free_bytes = status.f_bavail * status.f_frsize
+    place.free_bytes = free_bytes(place.existing)
     found, expected = f"{show_bytes(place.free_bytes)} free", f"{show_bytes(LEAST_FREE_BYTES)} or more; {_ONE_SUPER}"
     if place.free_bytes < LEAST_FREE_BYTES and not (place.folder / files.MANIFEST).exists():
         return Check("free space", "warn", found, expected, "make room, or set NEMOLAB_CACHE to a larger disk")

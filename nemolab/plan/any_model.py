@@ -9,21 +9,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from nemolab.errors import CheckpointError, UsageError
+from nemolab.errors import CheckpointError
 from nemolab.paths import shown
 from nemolab.plan.expert_finder import Candidate, RoutedExperts, find_experts
 from nemolab.plan.facts import HOW, plan_facts, read_expert_facts, stated_top_k
 from nemolab.plan.meta_model import BuiltModel, build_model
-from nemolab.plan.model_parts import Weight, ask, list_weights, text_config
+from nemolab.plan.model_parts import Weight, ask, list_weights, names_mtp, text_config
 from nemolab.plan.quantization import Quantization, read_quantization
 from nemolab.plan.result import ROUTED, ExpertGroup, Plan, ReadOfEmbeddings, assemble
 from nemolab.plan.unstated import described_parts, note_defaults, without_nulls
 from nemolab.plan.weight_formats import (
     DEFAULT_EXPERTS,
-    EXPERTS_AS,
     NOT_QUANTISED,
-    OFFERED,
     PUBLISHED,
+    check_asked,
     fits,
     matrix_scalar_bytes,
     weight_bytes,
@@ -69,9 +68,7 @@ def plan_any(
 
     Raises CheckpointError where transformers cannot build the model, or where nobody can see what an expert is.
     """
-    for option, asked, offered in (("experts_as", experts_as, EXPERTS_AS), ("dense_as", dense_as, OFFERED)):
-        if asked is not None and asked not in offered:
-            raise UsageError(f"{option} is {asked!r}; one of {', '.join(offered)} was expected")
+    check_asked(experts_as, dense_as)
     if facts := read_expert_facts(raw, where):
         return plan_facts(facts, raw, where, name=name, experts_as=experts_as, dense_as=dense_as)
     built = build_model(raw, where)
@@ -152,7 +149,7 @@ class _Formats:
         if not weight.linear or weight.part in NOT_QUANTISED:
             return plain
         stated = self.stated.of_linear(weight.module)
-        asked = self.dense_as if weight.part not in ("mtp",) else None
+        asked = self.dense_as if weight.part != "mtp" else None
         if asked == "fp8" and stated and stated.startswith("fp8_"):
             asked = stated
         format = asked or stated or plain
@@ -230,7 +227,7 @@ def _part_aside(found: RoutedExperts) -> str | None:
     """The part that experts belong to which no token of text reads: those for pictures, and those of an MTP layer."""
     if re.search(r"(^|[._])(vision|visual|image|audio)", found.candidate.name):
         return "vision"
-    return "mtp" if re.search(r"(^|[._])(mtp|nextn)", found.candidate.name) else None
+    return "mtp" if names_mtp(found.candidate.name) else None
 
 
 def _refuse_unseen(unseen: list[Candidate], where: str) -> None:

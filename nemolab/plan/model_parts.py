@@ -123,7 +123,7 @@ class _Parts:
             return "head"
         if self.texts and not any(name.startswith(f"{root}.") for root in self.texts):
             return "vision"
-        if re.search(r"(^|[._])(mtp|nextn)", name):
+        if names_mtp(name):
             return "mtp"
         if owner in self.embeddings:
             return "embeddings"
@@ -207,3 +207,8 @@ def ask(model: nn.Module, method: str) -> nn.Module | None:
         return getattr(model, method)()
     except Exception:
         return None
+
+
+def names_mtp(name: str) -> bool:
+    """Whether a module or tensor is of a multi-token-prediction block."""
+    return re.search(r"(^|[._])(mtp|nextn)", name) is not None

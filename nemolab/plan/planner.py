@@ -13,12 +13,12 @@ from nemolab.checkpoint.json_files import read_json
 from nemolab.checkpoint.names import kind_of
 from nemolab.checkpoint.quant_metadata import HF_QUANT_FILE
 from nemolab.checkpoint.structure import EMBEDDINGS
-from nemolab.errors import CheckpointError, UsageError
+from nemolab.errors import CheckpointError
 from nemolab.paths import shown
 from nemolab.plan.geometry import kv_bytes_per_token, mamba_state_bytes, module_shapes
 from nemolab.plan.precision import module_bytes, read_precision
 from nemolab.plan.result import ROUTED, ExpertGroup, Plan, ReadOfEmbeddings, assemble
-from nemolab.plan.weight_formats import DEFAULT_EXPERTS, EXPERTS_AS, OFFERED, PUBLISHED
+from nemolab.plan.weight_formats import DEFAULT_EXPERTS, PUBLISHED, check_asked
 
 if TYPE_CHECKING:
     from nemolab.checkpoint import Checkpoint
@@ -45,7 +45,7 @@ def plan(path: str | Path, experts_as: str | None = None, dense_as: str | None =
         raise CheckpointError(f"{path} is no folder and no .json file; a checkpoint folder or a config.json was needed")
     raw = read_json(path)
     if is_of_family(raw):
-        config = ModelConfig.load(path)
+        config = ModelConfig.from_dict(raw, where=str(path))
         return plan_config(config, experts_as, where=str(path), folder=path.parent, dense_as=dense_as)
     return _plan_other(raw, path, experts_as, dense_as)
 
@@ -133,14 +133,12 @@ def plan_config(
     where   names it in errors and notes
     folder  where the vendor's hf_quant_config.json may lie beside it, to say in what formats the rest is stored
     """
+    check_asked(experts_as, dense_as)
     shapes = module_shapes(config)
     precision = read_precision(config, shapes, shown(where), folder)
     assumptions = [precision.origin, *config.notes]
     if unused := precision.unused:
         assumptions.append(f"{len(unused)} of its entries name no module of this model, such as {unused[0]}")
-    for option, asked, offered in (("experts_as", experts_as, EXPERTS_AS), ("dense_as", dense_as, OFFERED)):
-        if asked and asked not in offered:
-            raise UsageError(f"{option} is {asked!r}; one of {', '.join(offered)} was expected")
     default_experts = DEFAULT_EXPERTS
     if experts_as == PUBLISHED:
         experts_as, default_experts = None, "bf16"

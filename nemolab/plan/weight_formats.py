@@ -4,7 +4,7 @@ import re
 from math import ceil
 
 from nemolab.checkpoint.formats import FORMATS, matrix_bytes
-from nemolab.errors import CheckpointError
+from nemolab.errors import CheckpointError, UsageError
 
 F32_BYTES = 4
 # What the options offer; the formats a config states may be others, such as fp8_128x128 or int4_32.
@@ -17,6 +17,13 @@ DEFAULT_EXPERTS = OFFERED[0]
 NOT_QUANTISED = ("router", "embeddings", "norm", "vision")
 PLAIN_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "f64": 8, "i64": 8, "i32": 4, "u8": 1, "bool": 1}
 _ONE_SCALE = ("nvfp4", "fp8")  # one F32 factor for the matrix, kept apart from the block
+
+
+def check_asked(experts_as: str | None, dense_as: str | None) -> None:
+    """Raise UsageError, naming the option, for a format that is not offered; None asks for nothing."""
+    for option, asked, offered in (("experts_as", experts_as, EXPERTS_AS), ("dense_as", dense_as, OFFERED)):
+        if asked is not None and asked not in offered:
+            raise UsageError(f"{option} is {asked!r}; one of {', '.join(offered)} was expected")
 
 
 def weight_bytes(rows: int, columns: int, format: str) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 
 from nemolab.jit import jit_inner
 from nemolab.policy.interface import HIT, Policy, Setting, ignore, register
-from nemolab.policy.links import Links, append, oldest, oldest_unmarked, start_links, unlink
+from nemolab.policy.links import Links, join_list, leave_list, oldest, oldest_unmarked, start_links
 
 ONCE, AGAIN, ONCE_GHOST, AGAIN_GHOST, NOWHERE, REMEMBERED = range(6)  # the first four are lists
 FROM_AGAIN_GHOST = 4  # place in `numbers`, after the bytes of the four lists
@@ -48,22 +48,9 @@ def start(setting: Setting) -> ARCState:
 
 
 @jit_inner
-def _leave_list(state, key):
-    unlink(state.links, key)
-    state.numbers[state.where[key]] -= state.size_bytes[key]
-
-
-@jit_inner
-def _join_list(state, key, where):
-    append(state.links, state.first_sentinel + where, key)
-    state.where[key] = where
-    state.numbers[where] += state.size_bytes[key]
-
-
-@jit_inner
 def _forget_oldest(state, ghost):
     key = oldest(state.links, state.first_sentinel + ghost)
-    _leave_list(state, key)
+    leave_list(state, key)
     state.where[key] = NOWHERE
 
 
@@ -78,7 +65,7 @@ def _recall(state, key):
         step = max(numbers[ONCE_GHOST] / numbers[AGAIN_GHOST], 1.0) * state.size_bytes[key]
         state.target[0] = max(state.target[0] - step, 0.0)
         numbers[FROM_AGAIN_GHOST] = 1
-    _leave_list(state, key)
+    leave_list(state, key)
     state.where[key] = REMEMBERED
 
 
@@ -102,21 +89,21 @@ def choose(state, entries, stamp):
 
 def remove(state, key):
     was = state.where[key]
-    _leave_list(state, key)
-    _join_list(state, key, ONCE_GHOST if was == ONCE else AGAIN_GHOST)
+    leave_list(state, key)
+    join_list(state, key, ONCE_GHOST if was == ONCE else AGAIN_GHOST)
 
 
 def place(state, key, how, at):
     numbers = state.numbers
     numbers[FROM_AGAIN_GHOST] = 0
     if how == HIT:
-        _leave_list(state, key)
-        _join_list(state, key, AGAIN)
+        leave_list(state, key)
+        join_list(state, key, AGAIN)
         return True
     if state.where[key] == ONCE_GHOST or state.where[key] == AGAIN_GHOST:  # a prefetched entry was not met before
-        _leave_list(state, key)
+        leave_list(state, key)
         state.where[key] = REMEMBERED
-    _join_list(state, key, AGAIN if state.where[key] == REMEMBERED else ONCE)
+    join_list(state, key, AGAIN if state.where[key] == REMEMBERED else ONCE)
     # The directory: once and its ghost at most the budget, all four at most twice the budget.
     while numbers[ONCE] + numbers[ONCE_GHOST] > state.capacity_bytes and numbers[ONCE_GHOST] > 0:
         _forget_oldest(state, ONCE_GHOST)

@@ -56,3 +56,22 @@ def oldest(links, sentinel):
     """The oldest key of a list, or -1."""
     key = np.int64(links.newer[sentinel])
     return -1 if key == sentinel else key
+
+
+@jit_inner
+def join_list(state, key, where):
+    """`key`, in no list, becomes the newest of list `where`, and that list's bytes are counted.
+
+    state  of any policy with several lists: links, first_sentinel, where [n_keys], size_bytes [n_keys], and numbers,
+           which begins with the bytes of each list
+    """
+    append(state.links, state.first_sentinel + where, key)
+    state.where[key] = where
+    state.numbers[where] += state.size_bytes[key]
+
+
+@jit_inner
+def leave_list(state, key):
+    """`key` leaves the list it is in; `where` still says which that was."""
+    unlink(state.links, key)
+    state.numbers[state.where[key]] -= state.size_bytes[key]

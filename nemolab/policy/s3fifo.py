@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nemolab.jit import jit_inner
 from nemolab.policy.interface import HIT, Policy, Setting, ignore, register
-from nemolab.policy.links import Links, append, oldest, oldest_unmarked, start_links, unlink
+from nemolab.policy.links import Links, append, join_list, leave_list, oldest, oldest_unmarked, start_links, unlink
 
 SMALL, MAIN, GHOST, NOWHERE, REMEMBERED = range(5)  # the first three are lists
 SMALL_SHARE, GHOST_SHARE = 0.1, 0.9  # of the budget
@@ -52,24 +51,11 @@ def start(setting: Setting) -> S3FIFOState:
     )
 
 
-@jit_inner
-def _leave_list(state, key):
-    unlink(state.links, key)
-    state.numbers[state.where[key]] -= state.size_bytes[key]
-
-
-@jit_inner
-def _join_list(state, key, where):
-    append(state.links, state.first_sentinel + where, key)
-    state.where[key] = where
-    state.numbers[where] += state.size_bytes[key]
-
-
 def meet(state, key, held):
     if held:
         state.uses[key] += 1
     elif state.where[key] == GHOST:
-        _leave_list(state, key)
+        leave_list(state, key)
         state.where[key] = REMEMBERED
 
 
@@ -96,30 +82,30 @@ def choose(state, entries, stamp):
                 return key
             else:
                 state.uses[key] = 0
-                _leave_list(state, key)
-                _join_list(state, key, MAIN)
+                leave_list(state, key)
+                join_list(state, key, MAIN)
 
 
 def remove(state, key):
     was_small = state.where[key] == SMALL
-    _leave_list(state, key)
+    leave_list(state, key)
     state.where[key] = NOWHERE
     if was_small and state.size_bytes[key] <= state.limits[GHOST]:
         while state.numbers[GHOST] + state.size_bytes[key] > state.limits[GHOST]:
             forgotten = oldest(state.links, state.first_sentinel + GHOST)
-            _leave_list(state, forgotten)
+            leave_list(state, forgotten)
             state.where[forgotten] = NOWHERE
-        _join_list(state, key, GHOST)
+        join_list(state, key, GHOST)
 
 
 def place(state, key, how, at):
     if how == HIT:
         return True
     if state.where[key] == GHOST:  # a prefetched entry was not met before
-        _leave_list(state, key)
+        leave_list(state, key)
         state.where[key] = REMEMBERED
     full_at_first = state.numbers[EVICTED_ONCE] == 0 and state.numbers[SMALL] >= state.limits[SMALL]
-    _join_list(state, key, MAIN if state.where[key] == REMEMBERED or full_at_first else SMALL)
+    join_list(state, key, MAIN if state.where[key] == REMEMBERED or full_at_first else SMALL)
     state.uses[key] = 0
     return True
 

@@ -10,20 +10,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nemolab.jit import jit_inner
 from nemolab.policy.interface import HIT, Policy, Setting, ignore, register
-from nemolab.policy.links import Links, append, oldest, oldest_unmarked, start_links, unlink
+from nemolab.policy.links import Links, join_list, leave_list, oldest, oldest_unmarked, start_links
 
 SEGMENTS = 4
 
 
 class SLRUState(NamedTuple):
-    """segment int8 [n_keys]: the list of a cached key; used int64 [SEGMENTS] bytes; limit: bytes a list may hold."""
+    """where int8 [n_keys]: the list of a cached key; numbers int64 [SEGMENTS]: their bytes; limit: of each list."""
 
     links: Links
     first_sentinel: int
-    segment: np.ndarray
-    used: np.ndarray
+    where: np.ndarray
+    numbers: np.ndarray
     limit: int
     size_bytes: np.ndarray
 
@@ -40,19 +39,6 @@ def start(setting: Setting) -> SLRUState:
     )
 
 
-@jit_inner
-def _leave_segment(state, key):
-    unlink(state.links, key)
-    state.used[state.segment[key]] -= state.size_bytes[key]
-
-
-@jit_inner
-def _join_segment(state, key, segment):
-    append(state.links, state.first_sentinel + segment, key)
-    state.segment[key] = segment
-    state.used[segment] += state.size_bytes[key]
-
-
 def meet(state, key, held):
     pass
 
@@ -66,26 +52,26 @@ def choose(state, entries, stamp):
 
 
 def remove(state, key):
-    _leave_segment(state, key)
+    leave_list(state, key)
 
 
 def place(state, key, how, at):
     if how == HIT:
-        segment = min(state.segment[key] + 1, SEGMENTS - 1)
-        _leave_segment(state, key)
-        _join_segment(state, key, segment)
+        segment = min(state.where[key] + 1, SEGMENTS - 1)
+        leave_list(state, key)
+        join_list(state, key, segment)
         while segment > 0:
-            while state.used[segment] > state.limit:
+            while state.numbers[segment] > state.limit:
                 cooled = oldest(state.links, state.first_sentinel + segment)
-                _leave_segment(state, cooled)
-                _join_segment(state, cooled, segment - 1)
+                leave_list(state, cooled)
+                join_list(state, cooled, segment - 1)
             segment -= 1
         return True
     for segment in range(SEGMENTS):
-        if state.used[segment] + state.size_bytes[key] <= state.limit:
-            _join_segment(state, key, segment)
+        if state.numbers[segment] + state.size_bytes[key] <= state.limit:
+            join_list(state, key, segment)
             return True
-    _join_segment(state, key, 0)
+    join_list(state, key, 0)
     return True
 
 

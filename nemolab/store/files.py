@@ -10,6 +10,7 @@ from typing import BinaryIO
 import numpy as np
 
 from nemolab.errors import StoreError
+from nemolab.system.mounts import free_bytes
 from nemolab.units import show_bytes
 
 EXPERTS = "experts.bin"
@@ -78,12 +79,6 @@ def allocated_bytes(path: Path) -> int:
         return path.lstat().st_blocks * 512
     except OSError:
         return 0
-
-
-def free_bytes(folder: Path) -> int:
-    """What may still be written to the disk a folder lies on, by others than root."""
-    status = os.statvfs(folder)
-    return status.f_bavail * status.f_frsize
 
 
 def say_full(folder: Path, needed_bytes: int, held_bytes: int, problem: OSError) -> str:

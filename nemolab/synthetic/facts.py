@@ -9,7 +9,7 @@ from nemolab.checkpoint.formats import matrix_bytes
 from nemolab.synthetic.draws import popularity
 from nemolab.synthetic.form import Form
 from nemolab.synthetic.shapes import spell_layers
-from nemolab.synthetic.tensors import Direction, Tensor
+from nemolab.synthetic.tensors import OCTAVES, Direction, Tensor
 from nemolab.units import PAGE_BYTES
 
 
@@ -74,5 +74,5 @@ def planted(form: Form) -> dict[str, Any]:
         "least_popular_expert": shares[-1],
         "common_direction_columns": way.hidden,
         "odd_codes_and_scales": "code 8 (-0), block scales 448 and 2^-9, blocks of zeros with scale 1.0",
-        "weight_scale_2_apart": 32,
+        "weight_scale_2_apart": 2 ** (OCTAVES - 1),  # beside what the widths of matrices make of it
     }

@@ -36,7 +36,7 @@ _UNEVEN = 1.4  # a token's experts weigh unevenly, which adds more than as many 
 _EMBEDDED = 2.0  # the common direction in the embeddings
 _HEAD_SPREAD = 2.5  # of the logits: enough that the likeliest token stands out
 _HOLDING = draws.HOLDING_CODES_MEAN / (draws.CODE_RMS * draws.scale_rms())  # entries of `up` that hold back, in rms
-_OCTAVES = 6  # weight_scale_2 of two matrices lie up to 2^5 apart
+OCTAVES = 6  # weight_scale_2 of two matrices lie up to 2^5 apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +216,7 @@ class _Lister:
     def _linear(self, name: str, shape: tuple[int, int], format: str, spread: float, plant: Plant) -> Iterator[Tensor]:
         rows, columns = shape
         if format == "nvfp4":
-            octave = zlib.crc32(name.encode()) % _OCTAVES
+            octave = zlib.crc32(name.encode()) % OCTAVES
             codes, scales, scale_2 = draws.nvfp4_matrix(spread, octave, plant)
             yield self._tensor(f"{name}.weight", "U8", (rows, columns // 2), codes)
             yield self._tensor(f"{name}.weight_scale", "F8_E4M3", (rows, columns // 16), scales)

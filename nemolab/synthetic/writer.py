@@ -27,6 +27,7 @@ from nemolab.synthetic.shapes import make_form
 from nemolab.synthetic.shards import Shard, index_json, split
 from nemolab.synthetic.small_files import STOP_IDS, small_files
 from nemolab.synthetic.tensors import ITEM_BYTES, Tensor, list_tensors
+from nemolab.system.mounts import free_bytes
 from nemolab.units import show_bytes
 
 SPAN_BYTES = 8 << 20
@@ -196,12 +197,11 @@ def _claimed(folder: Path, needed_bytes: int) -> Iterator[list[Path]]:
     while not existing.exists():
         missing.append(existing)
         existing = existing.parent
-    status = os.statvfs(existing)
-    free_bytes = status.f_bavail * status.f_frsize
-    if free_bytes < needed_bytes:
+    free = free_bytes(existing)
+    if free < needed_bytes:
         raise NemolabError(
-            f"{folder}: the checkpoint needs {needed_bytes:,} bytes ({show_bytes(needed_bytes)}), {free_bytes:,}"
-            f" ({show_bytes(free_bytes)}) are free; keep fewer layers (--moe-layers) or smaller sizes (--set)"
+            f"{folder}: the checkpoint needs {needed_bytes:,} bytes ({show_bytes(needed_bytes)}), {free:,}"
+            f" ({show_bytes(free)}) are free; keep fewer layers (--moe-layers) or smaller sizes (--set)"
         )
     made: list[Path] = []
     try:

@@ -1,5 +1,6 @@
 """Which file system a path lies on, from /proc/self/mountinfo (format: proc_pid_mountinfo(5))."""
 
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
@@ -62,3 +63,9 @@ def _parse(line: str) -> Mount | None:
 
 def _plain(text: str) -> str:
     return _ESCAPE.sub(lambda found: chr(int(found[1], 8)), text)
+
+
+def free_bytes(folder: Path) -> int:
+    """What may still be written to the disk a folder lies on, by others than root."""
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
