@@ -330,6 +330,14 @@ def test_a_journal_passes_over_what_does_not_check_out(tmp_path):
         read = Journal(tmp_path)
         read.close()
         assert set(read.blocks.values()) <= {1000, 1001, 1002, 1003, 77, 1004}
+    for place in range(len(raw)):  # another digit is good JSON: only the line's own crc32 tells
+        spoilt = bytearray(raw)
+        spoilt[place] ^= 0x01
+        (tmp_path / JOURNAL).write_bytes(spoilt)
+        read = Journal(tmp_path)
+        read.close()
+        assert read.blocks.items() <= {0: 1000, 1: 1001, 2: 1002, 3: read.blocks.get(3), 4: 1004}.items()
+        assert read.blocks.get(3) in (None, 1003, 77)
 
 
 def test_chat_after_a_killed_chat_goes_on_and_answers(tiny_path, tmp_path, monkeypatch, capsys):
