@@ -17,6 +17,7 @@ from nemolab.plan import compare_families, family_configs, plan
 from nemolab.plan.any_model import plan_any
 from nemolab.plan.comparison import _family_plan
 from nemolab.plan.survey import survey
+from nemolab.plan.weight_formats import weight_bytes
 
 FAMILIES = [path.stem for path in family_configs()]
 PUBLISHED = {name: read_json(configs_folder() / f"{name}.json")["nemolab"]["published"] for name in FAMILIES}
@@ -388,6 +389,11 @@ def test_experts_for_pictures_are_no_part_of_a_token():
     assert {group.matrices[0] for group in one.groups} == {(32, 2560)}
     pictures = [share for share in one.split if (share.part, share.module) == ("vision", "experts")]
     assert [share.bytes for share in pictures] == [one.moe_layers * 64 * 3 * 2560 * 16 * 9 // 16]
+
+
+def test_blocks_of_fp8_that_are_cut_off_have_a_scale_of_their_own():
+    assert weight_bytes(130, 200, "fp8_128x128") == 130 * 200 + 4 * 2 * 2
+    assert weight_bytes(128, 256, "fp8_128x128") == 128 * 256 + 4 * 1 * 2
 
 
 def test_int4_counts_a_bf16_scale_for_each_group():
