@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from nemolab.errors import TraceError
 from nemolab.jit import jit
+
+if TYPE_CHECKING:
+    from nemolab.trace import Trace
 
 PREFILL, DECODE = 0, 1
 
@@ -174,6 +178,23 @@ def from_routing(
         n_experts=n_experts,
         top_k=top_k,
         prefill_warms=prefill_warms,
+    )
+
+
+def from_trace(trace: Trace, *, prefill_warms: bool | None = None) -> Lookups:
+    """The lookups of a recorded or imported trace, and the guesses made one layer ahead.
+
+    prefill_warms  whether prompt passes go through the cache; None: as the trace says it was where it was taken
+    """
+    return from_routing(
+        trace.experts,
+        n_experts=trace.meta.n_experts,
+        phase=trace.phase,
+        conversation=trace.conversation,
+        step=trace.step,
+        guesses=trace.guesses,
+        layer_bytes=trace.meta.block_bytes,
+        prefill_warms=trace.meta.prefill_warms if prefill_warms is None else prefill_warms,
     )
 
 
