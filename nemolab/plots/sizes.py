@@ -1,86 +1,17 @@
-"""Figures in one style: colour-blind safe, units on the axes, bars from zero, ready for a slide.
+"""Bytes: of a model's parts, of one token, of an expert in its block."""
 
-Every function takes the numbers it draws, returns the Figure and reads nothing from disk.
-"""
-
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+
+from nemolab.plots.style import BLACK, COLOURS, swatches
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from nemolab.store import BlockLayout
-
-# Okabe and Ito's palette: told apart by all common kinds of colour vision.
-BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PURPLE = (
-    "#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7",
-)  # fmt: skip
-QUIET = "#7F7F7F"
-
-# One colour for one thing in all notebooks.
-COLOURS = {
-    "nvfp4": BLUE,
-    "mxfp4": GREEN,
-    "fp8": SKY,
-    "bf16": ORANGE,
-    "f16": YELLOW,
-    "f32": PURPLE,
-    "engine": BLUE,
-    "reference": ORANGE,
-    "control": RED,
-    "prefill": SKY,
-    "decode": BLUE,
-    "up_values": BLUE,
-    "up_scales": SKY,
-    "down_values": RED,
-    "down_scales": ORANGE,
-    "padding": "#DDDDDD",
-    "this model": GREEN,
-    "counted": BLUE,
-    "published, recomputed": QUIET,
-}
-SIZE_INCHES = (6.4, 3.6)
-
-
-def use_style() -> None:
-    """The house style for all figures that follow: no top or right spine, a light grid, legends without a frame."""
-    plt.rcParams.update(
-        {
-            "figure.figsize": SIZE_INCHES,
-            "figure.dpi": 110,
-            "figure.constrained_layout.use": True,
-            "savefig.bbox": "tight",
-            "font.size": 10,
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "axes.grid": True,
-            "axes.axisbelow": True,
-            "axes.titlesize": 11,
-            "axes.titleweight": "bold",
-            "axes.titlelocation": "left",
-            "grid.color": "#E5E5E5",
-            "legend.frameon": False,
-            "axes.prop_cycle": plt.cycler(color=[BLUE, ORANGE, GREEN, RED, PURPLE, SKY, BLACK]),
-        }
-    )
-
-
-def ceiling(ax, value: float, label: str, axis: str = "y") -> None:
-    """Mark a limit on an axis: dashed, quiet, named on or above it. Say in the label whether it was measured."""
-    place = {"ls": "--", "lw": 1, "color": QUIET, "zorder": 1}
-    if axis == "y":
-        ax.axhline(value, **place)
-        ax.annotate(label, (0.01, value), xycoords=("axes fraction", "data"), va="bottom", color=QUIET, fontsize=8)
-    else:
-        ax.axvline(value, **place)
-        ax.annotate(
-            label, (value, 1.0), xytext=(0, 3), xycoords=("data", "axes fraction"), textcoords="offset points",
-            ha="center", va="bottom", color=BLACK, fontsize=9,
-        )  # fmt: skip
 
 
 def plot_parts(sums: "pd.DataFrame") -> Figure:
@@ -120,7 +51,7 @@ def plot_bytes_per_token(models: "pd.DataFrame") -> Figure:
     ax.margins(x=0.15)
     ax.set(xlabel="routed experts read for one token (GB = 10⁹ bytes)", xlim=(0, None))
     ax.grid(axis="y", visible=False)
-    ax.legend(handles=_swatches(dict.fromkeys(models["how"])), loc="lower right")
+    ax.legend(handles=swatches(dict.fromkeys(models["how"])), loc="lower right")
     return figure
 
 
@@ -146,7 +77,7 @@ def plot_families(models: "pd.DataFrame") -> Figure:
     ax.tick_params(axis="y", labelsize=8)
     ax.grid(axis="y", visible=False)
     dot = ax.get_legend_handles_labels()[0]
-    ax.legend(handles=[*_swatches(dict.fromkeys(formats[::-1])), *dot], title="published in", loc="upper right")
+    ax.legend(handles=[*swatches(dict.fromkeys(formats[::-1])), *dot], title="published in", loc="upper right")
     return figure
 
 
@@ -169,51 +100,9 @@ def plot_blocks(layouts: Sequence["BlockLayout"]) -> Figure:
     ax.set_yticks(range(len(names)), names)
     ax.set(xlabel="offset in the block (KiB)", xlim=(0, layouts[0].block_bytes / 1024))
     ax.grid(axis="y", visible=False)
-    swatches = _swatches(["up_scales", "down_scales", *(["padding"] if padded else [])])
-    ax.legend(handles=swatches, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
+    named = ["up_scales", "down_scales", *(["padding"] if padded else [])]
+    ax.legend(handles=swatches(named), loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
     return figure
-
-
-def plot_agreement(points: "pd.DataFrame", bound: float, must_exceed: float) -> Figure:
-    """KL divergence from the reference: the engine below its bound, every control far above the other.
-
-    points       columns name, text, kl_mean (nats), kind ("engine" or "control"); one dot each
-    bound        the engine's own bound; must_exceed  what a control has to reach to count as failed
-    """
-    names = list(dict.fromkeys(points["name"]))[::-1]
-    floor = 1e-16  # the logarithm of an exact zero has no place on the axis
-    figure, ax = plt.subplots(figsize=(6.4, 1.4 + 0.4 * len(names)))
-    for kind, rows in points.groupby("kind", sort=False):
-        values = rows["kl_mean"].clip(lower=floor)
-        ax.scatter(values, [names.index(name) for name in rows["name"]], color=COLOURS[kind], s=36, alpha=0.6, zorder=3)
-    ax.set_xscale("log")
-    ax.set_yticks(range(len(names)), names)
-    ax.set_ylim(-0.6, len(names) - 0.4)
-    ax.set_xlabel("mean KL(reference ‖ other) over a text (nats), one dot a text")
-    ceiling(ax, bound, f"engine: at most {bound:g}", axis="x")
-    ceiling(ax, must_exceed, f"broken: at least {must_exceed:g}", axis="x")
-    return figure
-
-
-def plot_cache(sizes: "pd.DataFrame") -> Figure:
-    """Hit rate and bytes read per token against the share of all experts that fit in RAM, decode phase.
-
-    sizes  columns share (0..1), hit_rate (0..1), mb_per_token (10^6 bytes); one row a cache size
-    """
-    figure, (left, right) = plt.subplots(1, 2, figsize=(7.2, 3.0))
-    for ax, column, label in (
-        (left, "hit_rate", "decode lookups that hit (%)"),
-        (right, "mb_per_token", "read per decoded token (MB)"),
-    ):
-        scale = 100 if column == "hit_rate" else 1
-        ax.plot(sizes["share"] * 100, sizes[column] * scale, "o-", color=COLOURS["decode"])
-        ax.set(xlabel="experts that fit in RAM (% of all)", ylabel=label, xlim=(0, 105), ylim=(0, None))
-    left.set_ylim(0, 105)
-    return figure
-
-
-def _swatches(names: Iterable[str]) -> list[Patch]:
-    return [Patch(color=COLOURS[name], label=name.replace("_", " ")) for name in names]
 
 
 def _binary_unit(total_bytes: float) -> tuple[int, str]:

@@ -1,0 +1,26 @@
+"""Figures in one style: colour-blind safe, units on the axes, bars from zero, ready for a slide.
+
+style       colours, axes, limits
+sizes       bytes of a model, a token, a block
+agreement   engine and reference
+cache       hits and reads, size by size
+
+Every function takes the numbers it draws, returns the Figure and reads nothing from disk.
+"""
+
+from nemolab.plots.agreement import plot_agreement
+from nemolab.plots.cache import plot_cache
+from nemolab.plots.sizes import plot_blocks, plot_bytes_per_token, plot_families, plot_parts
+from nemolab.plots.style import COLOURS, ceiling, use_style
+
+__all__ = [
+    "COLOURS",
+    "ceiling",
+    "plot_agreement",
+    "plot_blocks",
+    "plot_bytes_per_token",
+    "plot_cache",
+    "plot_families",
+    "plot_parts",
+    "use_style",
+]
