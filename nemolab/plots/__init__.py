@@ -4,12 +4,14 @@ style       colours, axes, limits
 sizes       bytes of a model, a token, a block
 agreement   engine and reference
 cache       hits and reads, size by size
+curve       the whole LRU curve, policies beside it
 
 Every function takes the numbers it draws, returns the Figure and reads nothing from disk.
 """
 
 from nemolab.plots.agreement import plot_agreement
 from nemolab.plots.cache import plot_cache
+from nemolab.plots.curve import plot_curve
 from nemolab.plots.sizes import plot_blocks, plot_bytes_per_token, plot_families, plot_parts
 from nemolab.plots.style import COLOURS, ceiling, use_style
 
@@ -20,6 +22,7 @@ __all__ = [
     "plot_blocks",
     "plot_bytes_per_token",
     "plot_cache",
+    "plot_curve",
     "plot_families",
     "plot_parts",
     "use_style",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from nemolab.plots.style import BLACK, COLOURS, swatches
+from nemolab.plots.style import BLACK, COLOURS, binary_unit, swatches
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -19,7 +19,7 @@ def plot_parts(sums: "pd.DataFrame") -> Figure:
 
     sums  columns part, format, bytes (as `Inventory.by_format().reset_index()`)
     """
-    step, unit = _binary_unit(sums["bytes"].sum())
+    step, unit = binary_unit(sums["bytes"].sum())
     table = sums.pivot_table(index="part", columns="format", values="bytes", aggfunc="sum", fill_value=0) / step
     table = table.loc[table.sum(axis=1).sort_values().index]
     figure, ax = plt.subplots()
@@ -103,10 +103,6 @@ def plot_blocks(layouts: Sequence["BlockLayout"]) -> Figure:
     named = ["up_scales", "down_scales", *(["padding"] if padded else [])]
     ax.legend(handles=swatches(named), loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
     return figure
-
-
-def _binary_unit(total_bytes: float) -> tuple[int, str]:
-    return (2**30, "GiB") if total_bytes >= 2**30 else (2**20, "MiB")
 
 
 def _short(value: Any) -> str:

@@ -32,6 +32,19 @@ COLOURS = {
     "this model": GREEN,
     "counted": BLUE,
     "published, recomputed": QUIET,
+    "lru": BLUE,
+    "lru-per-layer": SKY,
+    "lfu": ORANGE,
+    "lfu-incache": ORANGE,
+    "lfu-ageing": ORANGE,
+    "slru": SKY,
+    "s3fifo": GREEN,
+    "sieve": GREEN,
+    "arc": PURPLE,
+    "random": QUIET,
+    "static": RED,
+    "belady": BLACK,
+    "belady-bypass": BLACK,
 }
 SIZE_INCHES = (6.4, 3.6)
 
@@ -76,3 +89,8 @@ def ceiling(ax, value: float, label: str, axis: str = "y") -> None:
 def swatches(names: Iterable[str]) -> list[Patch]:
     """One patch a name, in its colour, for a legend."""
     return [Patch(color=COLOURS[name], label=name.replace("_", " ")) for name in names]
+
+
+def binary_unit(largest_bytes: float) -> tuple[int, str]:
+    """(bytes, name) of the unit in which an axis up to so many bytes is read."""
+    return (2**30, "GiB") if largest_bytes >= 2**30 else (2**20, "MiB")

@@ -1,0 +1,72 @@
+"""Hit rate against the size of a cache: the whole LRU curve, other policies as points, the floor."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.figure import Figure
+
+from nemolab.plots.style import BLACK, COLOURS, QUIET, binary_unit, ceiling
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+# Thirteen policies are more than there are colours to tell apart: relatives share one and differ in shape.
+MARKERS = {
+    "lru": "o", "lru-per-layer": "s", "lfu": "o", "lfu-incache": "s", "lfu-ageing": "^", "slru": "D", "s3fifo": "o",
+    "sieve": "s", "arc": "^", "random": "x", "static": "P", "belady": "o", "belady-bypass": "s",
+}  # fmt: skip
+
+
+def plot_curve(
+    curve: "pd.DataFrame",
+    points: "pd.DataFrame | None" = None,
+    *,
+    in_slots: bool = False,
+    phase: str = "decode",
+    cold: bool = False,
+    floor: float | None = None,
+    marks: Mapping[str, float] | None = None,
+    whole: float | None = None,
+    note: str = "",
+) -> Figure:
+    """The LRU curve of one phase as steps, and what policies reach at single sizes.
+
+    curve     columns size (bytes, or blocks if in_slots) and hit_rate (0..1): every size where it changes, rising
+    points    columns policy, prefetch, size, hit_rate; rows without a hit rate are left out
+    cold      whether the cache was emptied at each conversation
+    floor     size up to which an LRU without prefetch hits nothing in steady decode
+    marks     label -> size: places on the axis worth a name, such as a knee
+    whole     size of all blocks together, where the axis ends; default: where curve and points end
+    note      a word under the axis that must not be lost, such as that the trace is synthetic
+    """
+    points = points.dropna(subset=["hit_rate"]) if points is not None else None
+    sizes = [*curve["size"], *(points["size"] if points is not None else ()), *([whole] if whole else ())]
+    end = max(sizes, default=1)
+    step, unit = (1, "blocks") if in_slots else binary_unit(end)
+    figure, ax = plt.subplots()
+    if floor:
+        ax.axvspan(0, floor / step, color=QUIET, alpha=0.13, lw=0, label="within one token's cycle: LRU hits nothing")
+    along = np.concatenate([[0], curve["size"], [end]]) / step
+    rates = np.concatenate([[0], curve["hit_rate"], curve["hit_rate"].tail(1)]) * 100
+    if len(curve):
+        ax.step(along, rates, where="post", color=COLOURS["lru"], label="lru, every size")
+    for (policy, depth), found in points.groupby(["policy", "prefetch"], sort=False) if points is not None else ():
+        found = found.sort_values("size")
+        colour = COLOURS.get(policy, BLACK)
+        ax.plot(
+            found["size"] / step, found["hit_rate"] * 100, MARKERS.get(policy, "o"), ls=":" if depth else "--", lw=0.8,
+            ms=5, color=colour, mfc="white" if depth else colour, label=policy + (f", prefetch {depth}" if depth else ""),
+        )  # fmt: skip
+    for label, size in (marks or {}).items():
+        ceiling(ax, size / step, label, axis="x")
+    ax.set(
+        xlabel=f"cache ({unit})" + (f"; {note}" if note else ""),
+        ylabel=f"{phase} lookups that hit (%), {'cold' if cold else 'carried'}",
+        xlim=(0, 1.02 * end / step),
+        ylim=(0, 102),
+    )
+    if ax.get_legend_handles_labels()[1]:
+        ax.legend(loc="lower right", fontsize=8)
+    return figure
