@@ -34,13 +34,14 @@ class Written:
     tensors: dict[str, int]
 
 
-def write_tensor_file(path: Path, tensors: Iterable[Outgoing]) -> Written:
+def write_tensor_file(path: Path, tensors: Iterable[Outgoing], metadata: dict[str, str] | None = None) -> Written:
     """Write `tensors` to `path`, wide dtypes first so that each lies on a multiple of its item size.
 
+    metadata  beside "format" in the header
     Raises StoreError when the disk is full or a tensor's chunks are not the bytes it promised.
     """
     ordered = in_file_order(tensors)
-    head = file_head(ordered)
+    head = file_head(ordered, metadata)
     sums = {}
     with finished_file(path) as file:
         file.write(head)
@@ -63,12 +64,12 @@ def in_file_order(tensors: Iterable[Any]) -> list[Any]:
     return sorted(tensors, key=lambda tensor: -DTYPE_BITS[tensor.dtype])
 
 
-def file_head(tensors: Iterable[Any]) -> bytes:
+def file_head(tensors: Iterable[Any], metadata: dict[str, str] | None = None) -> bytes:
     """What stands before the data of tensors (with name, dtype, shape, nbytes) that follow one another.
 
     Length field and JSON, padded with spaces so that the data begins on a multiple of 8.
     """
-    place, entries = 0, {"__metadata__": {"format": "pt"}}
+    place, entries = 0, {"__metadata__": {"format": "pt", **(metadata or {})}}
     for tensor in tensors:
         entries[tensor.name] = {
             "dtype": tensor.dtype,

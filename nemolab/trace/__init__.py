@@ -1,0 +1,19 @@
+"""Routing traces: what was chosen, guessed, active and missed for every token; one file, one frame, one recorder."""
+
+from nemolab.trace.file import is_trace, read_trace, write_trace
+from nemolab.trace.recorder import Recorder, Routers, count_guesses
+from nemolab.trace.trace import DECODE, PHASES, PREFILL, Trace, TraceMeta
+
+__all__ = [
+    "DECODE",
+    "PHASES",
+    "PREFILL",
+    "Recorder",
+    "Routers",
+    "Trace",
+    "TraceMeta",
+    "count_guesses",
+    "is_trace",
+    "read_trace",
+    "write_trace",
+]

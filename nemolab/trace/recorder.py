@@ -1,0 +1,239 @@
+"""What the engine tells while it runs, kept cheaply and turned into a `Trace` at the end.
+
+The engine feeds it and learns nothing back: a passive sink. On the way a step only copies into rows that are there
+already; what can be derived later (counts of active neurons, guesses of the next layers' routers) is derived for many
+tokens at once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from nemolab.errors import TraceError
+from nemolab.trace.trace import ARRAYS, DECODE, GUESSES, PREFILL, Trace, TraceMeta, id_type
+
+if TYPE_CHECKING:
+    import torch
+
+BULK_TOKENS = 64  # tokens of decode whose derived values are computed together
+LEAST_GUESSES = 8
+FIRST_ROWS = 256
+GROUP = 16  # neurons that share a mask
+
+
+class Routers(NamedTuple):
+    """The routers of a model's MoE layers, as the engine itself applies them.
+
+    gates       by MoE layer: float32 [tokens, hidden] -> logits float32 [tokens, experts]
+    biases      by MoE layer: the correction bias, float32 [experts]
+    groups, top_groups  the limit of groups, as in the config
+    """
+
+    gates: Sequence[Callable[[torch.Tensor], torch.Tensor]]
+    biases: Sequence[torch.Tensor]
+    groups: int
+    top_groups: int
+
+
+def count_guesses(n_experts: int, top_k: int, groups: int = 1, top_groups: int = 1) -> int:
+    """How many guesses a layer gets: max(8, top_k), but not more than the limit of groups lets a token reach."""
+    return min(max(LEAST_GUESSES, top_k), n_experts // groups * top_groups)
+
+
+class Recorder:
+    """A trace that grows while an engine runs.
+
+    meta          what holds for the trace; `trace` may complete meta.taken
+    n_layers, top_k   of the model; hidden: width of a MoE layer's input; groups: groups of 16 neurons of an expert
+    routers       None: no guesses are recorded
+    live_guesses  the engine makes the guesses for the next layer itself (it prefetches by them) and hands them over;
+                  else they are made here, with all others
+    token_ids     False: ids are left out, and with them the text they stand for
+    .guesses      how many are recorded for each layer
+
+    For every pass the engine calls `begin_step`, then once for each MoE layer `decode_layer` or `prompt_layer`, then
+    `end_step`. A step that never ends (a failed read, an interrupt) leaves nothing behind.
+    """
+
+    def __init__(
+        self,
+        meta: TraceMeta,
+        *,
+        n_layers: int,
+        top_k: int,
+        hidden: int,
+        groups: int,
+        routers: Routers | None = None,
+        live_guesses: bool = False,
+        token_ids: bool = True,
+    ):
+        self.meta, self.n_layers = meta, n_layers
+        self._routers, self._live = routers, live_guesses
+        self.guesses = count_guesses(meta.n_experts, top_k, routers.groups, routers.top_groups) if routers else 0
+        left_out = set() if token_ids else {"token_ids"}
+        if not routers:
+            left_out |= set(GUESSES.values())
+        ids, counts = id_type(meta.n_experts), id_type(GROUP * groups + 1)
+        types = {name: counts if "active" in name else types[0] for name, (types, _) in ARRAYS.items()}
+        types |= dict.fromkeys(("experts", *GUESSES.values()), ids)
+        sizes = {"layers": n_layers, "top_k": top_k, "n": self.guesses}
+        # By row from here on; rows that are not written hold -1, "none".
+        self._rows = {
+            name: np.empty((0, *(sizes[axis] for axis in axes[1:])), types[name])
+            for name, (_, axes) in ARRAYS.items()
+            if name not in left_out
+        }
+        self._capacity = self._tokens = self._steps = 0
+        self._step_rows = slice(0, 0)
+        # Of tokens of decode until their derived values are made: MoE inputs, and the bits of active neurons.
+        self._h = np.empty((n_layers, BULK_TOKENS, hidden), np.float32)
+        self._active = np.empty((n_layers, BULK_TOKENS, top_k, groups), np.uint16)
+        self._held = 0  # the last so many rows wait
+        self._names: list[str] = []
+        self._next_name: str | None = None
+        self._owners: dict[int, tuple[weakref.ref, int]] = {}
+
+    def begin(self, name: str) -> None:
+        """Name the conversation that the next new state begins; else it is called by its number."""
+        self._next_name = name
+
+    def begin_step(self, phase: int, state: Any, token_ids: Sequence[int]) -> None:
+        """A pass of these tokens begins: PREFILL with one or more, DECODE with one.
+
+        state  what the pass goes on from: `state.tokens` is the position of the first id; another object is another
+               conversation
+        """
+        if self._held == BULK_TOKENS or (self._held and phase == PREFILL):
+            self.flush()
+        first, last = self._tokens, self._tokens + len(token_ids)
+        if last > self._capacity:
+            self._grow(last)
+        at, rows = slice(first, last), self._rows
+        rows["phase"][at] = phase
+        rows["conversation"][at] = self._conversation_of(state)
+        rows["position"][at] = range(state.tokens, state.tokens + last - first)
+        rows["step"][at] = self._steps
+        if "token_ids" in rows:
+            rows["token_ids"][at] = token_ids
+        self._step_rows = at
+
+    def decode_layer(
+        self,
+        layer: int,
+        h: np.ndarray,
+        experts: np.ndarray,
+        weights: np.ndarray,
+        active: np.ndarray,
+        misses: int,
+        guesses: np.ndarray | None = None,
+    ) -> None:
+        """One MoE layer of a token of decode; everything is copied.
+
+        layer            MoE ordinal
+        h                float32 [hidden]: its input behind the norm, what its router saw
+        experts, weights [top_k] in rank order
+        active           uint16 [top_k, groups]: `ExpertStep.active`
+        misses           blocks read on demand
+        guesses          with live_guesses: [n] for the *next* MoE layer (None from the last)
+        """
+        row, rows, held = self._tokens, self._rows, self._held
+        rows["experts"][row, layer] = experts
+        rows["weights"][row, layer] = weights
+        rows["live_misses"][row, layer] = misses
+        self._h[layer, held] = h
+        self._active[layer, held] = active
+        if guesses is not None:
+            rows["guesses"][row, layer + 1] = guesses
+
+    def prompt_layer(
+        self, layer: int, h: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, active: np.ndarray, misses: int
+    ) -> None:
+        """One MoE layer of a prompt pass: as `decode_layer`, with a first axis over the tokens of the pass.
+
+        misses  blocks read for the whole pass
+        """
+        at, rows = self._step_rows, self._rows
+        rows["experts"][at, layer] = experts
+        rows["weights"][at, layer] = weights
+        rows["live_misses"][at.start : at.stop - 1, layer] = -1
+        rows["live_misses"][at.stop - 1, layer] = misses
+        self._count_active(at, layer, active)
+        self._guess(at, layer, h, GUESSES)
+
+    def end_step(self) -> None:
+        """The pass has come to its end: from here on it is part of the trace."""
+        at = self._step_rows
+        if self._rows["phase"][at.start] == DECODE:
+            self._held += 1
+        self._tokens, self._steps = at.stop, self._steps + 1
+
+    def flush(self) -> None:
+        """Derive what can be derived, for all tokens of decode that wait for it."""
+        import torch
+
+        held, at = self._held, slice(self._tokens - self._held, self._tokens)
+        if not held:
+            return
+        made_here = {ahead: name for ahead, name in GUESSES.items() if not (self._live and ahead == 1)}
+        for layer in range(self.n_layers):
+            self._count_active(at, layer, self._active[layer, :held])
+            self._guess(at, layer, torch.from_numpy(self._h[layer, :held]), made_here)
+        self._held = 0
+
+    def trace(self, **taken: Any) -> Trace:
+        """The trace so far, checked.
+
+        taken  completes or replaces entries of meta.taken
+        Raises TraceError where nothing was recorded.
+        """
+        if not self._tokens:
+            raise TraceError("nothing was recorded: no token went through the engine")
+        self.flush()
+        arrays = {name: rows[: self._tokens].copy() for name, rows in self._rows.items()}
+        meta = replace(self.meta, taken={"conversations": list(self._names), **self.meta.taken, **taken})
+        made = Trace(meta, **arrays)
+        made.check()
+        return made
+
+    def _conversation_of(self, state: Any) -> int:
+        # By identity: states compare by content, and a weak reference tells a new object at an old address.
+        known = self._owners.get(id(state))
+        if known is not None and known[0]() is state:
+            return known[1]
+        number = len(self._names)
+        self._names.append(self._next_name if self._next_name is not None else str(number))
+        self._next_name = None
+        self._owners[id(state)] = (weakref.ref(state), number)
+        return number
+
+    def _grow(self, needed: int) -> None:
+        self._capacity = max(needed, FIRST_ROWS, 2 * self._capacity)
+        for name, old in self._rows.items():
+            # -1 wraps to 255 in `phase`, which every step writes.
+            new = np.full((self._capacity, *old.shape[1:]), -1).astype(old.dtype)
+            new[: self._tokens] = old[: self._tokens]
+            self._rows[name] = new
+
+    def _count_active(self, at: slice, layer: int, active: np.ndarray) -> None:
+        """active uint16 [tokens, top_k, groups] -> neurons and groups of each expert."""
+        self._rows["active_neurons"][at, layer] = np.bitwise_count(active).sum(axis=-1, dtype=np.int32)
+        self._rows["active_groups"][at, layer] = np.count_nonzero(active, axis=-1)
+
+    def _guess(self, at: slice, layer: int, h: torch.Tensor, names: dict[int, str]) -> None:
+        """What the routers of the next layers make of this layer's input h [tokens, hidden]."""
+        if self._routers is None:
+            return
+        from nemolab.kernels.router_step import router_step_torch
+
+        gates, biases, *limits = self._routers
+        for ahead, name in names.items():
+            target = layer + ahead
+            if target < self.n_layers:
+                logits = gates[target](h)
+                chosen, _ = router_step_torch(logits, biases[target], self.guesses, *limits, False, 1.0)
+                self._rows[name][at, target] = chosen
