@@ -3,7 +3,9 @@
 style       colours, axes, limits
 sizes       bytes of a model, a token, a block
 agreement   engine and reference
+routing     what a trace of choices is like
 cache       hits and reads, size by size
+prefetch    reads ahead, guess by guess
 curve       the whole LRU curve, policies beside it
 
 Every function takes the numbers it draws, returns the Figure and reads nothing from disk.
@@ -12,6 +14,8 @@ Every function takes the numbers it draws, returns the Figure and reads nothing 
 from nemolab.plots.agreement import plot_agreement
 from nemolab.plots.cache import plot_cache
 from nemolab.plots.curve import plot_curve
+from nemolab.plots.prefetch import plot_prefetch
+from nemolab.plots.routing import plot_routing
 from nemolab.plots.sizes import plot_blocks, plot_bytes_per_token, plot_families, plot_parts
 from nemolab.plots.style import COLOURS, ceiling, use_style
 
@@ -25,5 +29,7 @@ __all__ = [
     "plot_curve",
     "plot_families",
     "plot_parts",
+    "plot_prefetch",
+    "plot_routing",
     "use_style",
 ]

@@ -45,6 +45,18 @@ COLOURS = {
     "static": RED,
     "belady": BLACK,
     "belady-bypass": BLACK,
+    "1 layer ahead": BLUE,
+    "2 layers ahead": SKY,
+    "3 layers ahead": PURPLE,
+    "router's guesses": BLUE,
+    "the token before": ORANGE,
+    "perfect guesses": GREEN,
+    "shuffled guesses": RED,
+    "shuffled tokens": RED,
+    "even routing": QUIET,
+    "read on demand": BLUE,
+    "read ahead, used": GREEN,
+    "read ahead, not used": "#DDDDDD",
 }
 SIZE_INCHES = (6.4, 3.6)
 

@@ -1,0 +1,86 @@
+"""How a model routes: how concentrated, how repetitive, how predictable."""
+
+from collections.abc import Mapping, Sequence
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.figure import Figure
+
+from nemolab.plots.style import BLUE, COLOURS, QUIET
+
+
+def plot_routing(
+    counts: np.ndarray,
+    repeats: Mapping[str, Sequence[float]],
+    reuse: tuple[np.ndarray, np.ndarray, int],
+    right: Mapping[str, np.ndarray],
+    *,
+    floor_blocks: int,
+) -> Figure:
+    """Three panels, and a fourth where there are guesses.
+
+    counts        how often each expert was chosen (layers, experts)
+    repeats       by name, the share of lookups (0..1) that repeat the token before, one a layer; the first is measured,
+                  the others are what it is held against
+    reuse         edges (blocks), lookups in each bin, lookups of experts never seen before
+    right         by who guessed, the share of the first 1..n guesses that were right; may be empty
+    floor_blocks  up to here nothing hits in steady decode
+    """
+    columns = 2 if right else 3
+    figure, axes = plt.subplots(2 if right else 1, columns, figsize=(7.6, 5.4) if right else (9.6, 3.0))
+    axes = axes.ravel()
+    _draw_concentration(axes[0], counts)
+    _draw_repeats(axes[1], repeats)
+    _draw_reuse(axes[2], *reuse, floor_blocks)
+    if right:
+        _draw_guesses(axes[3], right)
+    return figure
+
+
+def _draw_concentration(ax, counts: np.ndarray) -> None:
+    counts = np.sort(counts.reshape(-1))[::-1]
+    experts = np.arange(len(counts) + 1) / len(counts)
+    ax.plot(100 * experts, 100 * np.append(0, np.cumsum(counts)) / counts.sum(), color=BLUE, label="this trace")
+    ax.plot([0, 100], [0, 100], color=COLOURS["even routing"], ls="--", lw=1, label="even routing")
+    quarter = 100 * counts[: round(len(counts) / 4)].sum() / counts.sum()
+    ax.plot([25], [quarter], "o", color=BLUE)
+    ax.annotate(f"{quarter:.0f} %", (25, quarter), xytext=(8, -8), textcoords="offset points", color=BLUE)
+    ax.set(
+        title="Concentrated?", xlabel="hottest experts (% of all)", ylabel="lookups (%)", xlim=(0, 100), ylim=(0, 102)
+    )
+    ax.legend(loc="lower right")
+
+
+def _draw_repeats(ax, repeats: Mapping[str, Sequence[float]]) -> None:
+    first = next(iter(repeats))
+    for name, by_layer in repeats.items():
+        layers, values = np.arange(len(by_layer)), 100 * np.asarray(by_layer, np.float64)
+        if name == first:
+            ax.bar(layers, values, color=BLUE, width=0.8, label=name)
+        else:
+            ax.plot(layers, values, color=COLOURS.get(name, QUIET), ls="--", lw=1, marker=".", label=name)
+    ax.set(title="Repetitive?", xlabel="MoE layer (ordinal)", ylabel="experts of the token before too (%)")
+    ax.set_ylim(0, 1.35 * 100 * max(max(by_layer) for by_layer in repeats.values()))
+    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.legend(loc="upper right", fontsize=8)
+
+
+def _draw_reuse(ax, edges: np.ndarray, lookups: np.ndarray, never: int, floor_blocks: int) -> None:
+    total = max(lookups.sum() + never, 1)
+    places = np.arange(len(lookups) + 1)
+    ax.bar(places[:-1], 100 * lookups / total, color=COLOURS["decode"], width=0.9)
+    ax.bar(places[-1:], [100 * never / total], color=QUIET, width=0.9)
+    ax.set_xticks(places, [*(f"{edge:,}" for edge in edges[: len(lookups)]), "first\nuse"], fontsize=8, rotation=45)
+    ax.axvline(np.log2(max(floor_blocks, 1)) - 0.5, ls="--", lw=1, color=QUIET)
+    ax.set(title="Back how soon?", xlabel="cache in which it hits, from (blocks)", ylabel="lookups (%)", ylim=(0, None))
+    ax.grid(axis="x", visible=False)
+
+
+def _draw_guesses(ax, right: Mapping[str, np.ndarray]) -> None:
+    for name, shares in right.items():
+        control = name.endswith("guesses")
+        style = {"ls": "--", "lw": 1} if control else {"marker": "o", "ms": 4}
+        ax.plot(np.arange(1, len(shares) + 1), 100 * shares, color=COLOURS[name], label=name, **style)
+    ax.set(title="Predictable?", xlabel="first guesses (number)", ylabel="of them right (%)", ylim=(0, 105))
+    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.legend(fontsize=8, loc="best")
