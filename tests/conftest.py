@@ -9,6 +9,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+from triton_interpreter import run_in_child
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -36,6 +37,12 @@ def pytest_runtest_setup(item):
     for need, have in HAVE.items():
         if item.get_closest_marker(need) and not have():
             (pytest.fail if need in required else pytest.skip)(f"this machine has no {need}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Tests of kernels in Triton's interpreter run in a child."""
+    return True if run_in_child(pyfuncitem) else None
 
 
 def has_gpu() -> bool:

@@ -20,7 +20,7 @@ def read_order(readme: str) -> list[str]:
 def list_imports() -> list[tuple[str, str, str]]:
     """(file, its room, the room it imports from) for every import within the package, those inside functions too."""
     found = []
-    for path in [*(ROOT / "nemolab").rglob("*.py"), *(ROOT / "kernels").glob("*.py")]:
+    for path in [*(ROOT / "nemolab").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]:
         parts = path.relative_to(ROOT).with_suffix("").parts
         room = parts[0] if parts[0] == "kernels" else parts[1]
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
