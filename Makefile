@@ -1,5 +1,5 @@
 # make demo        every notebook on the shipped model, one HTML report under runs/
-# make test        lint and tests
+# make test        lint and tests, a process a core (at most 4: each takes a GiB)
 # make lab         JupyterLab on notebooks/
 # make notebooks   execute all and keep the outputs in notebooks/ (before a commit that changes them)
 # Each works from a fresh clone: the first one makes .venv. PYTHON=/path/to/python3 picks the interpreter.
@@ -20,7 +20,7 @@ demo: $(STAMP)
 test: $(STAMP)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/pytest -q
+	@$(BIN)/pytest -q -n logical --maxprocesses 4 --dist loadfile
 
 lab: $(STAMP)
 	@$(BIN)/nemolab lab
