@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -35,6 +37,7 @@ class Store:
     .globals        float32 [n_layers, n_experts, 2]: `weight_scale_2` of up and down
     .dense_tensors  canonical tensor name -> where it lies in dense.safetensors
     .dense          canonical module name -> Module, for everything but the routed experts
+    .fingerprint    tells models apart, retrained ones too; the same for both layouts and however the files were cut
     """
 
     def __init__(self, path: Path, manifest: Manifest):
@@ -69,6 +72,12 @@ class Store:
     @cached_property
     def config(self) -> ModelConfig:
         return ModelConfig.load(self.path)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        # The checksums of all dense tensors: what a model routes by is among them.
+        facts = [self.n_layers, self.n_experts, *self.expert_shape, sorted(self.manifest.dense_crc32.items())]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     @cached_property
     def globals(self) -> np.ndarray:
