@@ -2,29 +2,179 @@
 
 import click
 
-from nemolab.commands.verb import Answer, PathName, table, verb
+from nemolab.commands.verb import Answer, PathName, verb
+from nemolab.errors import UsageError
+
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+
+
+def _list_option(name: str, metavar: str, **settings):
+    """An option that takes a list with commas, and may be given several times."""
+    return click.option(name, metavar=metavar, multiple=True, **settings)
 
 
 @verb("simulate")
 @click.argument("trace", metavar="TRACE", type=PathName())
-@click.option("--budget", "budgets", default=None, metavar="LIST", help="Sizes of the cache: 500MiB,2GiB,4854slots.")
-@click.option("--policy", "policies", default="lru,belady", show_default=True, metavar="LIST", help="Or: all.")
-@click.option("--prefetch", "prefetches", default="0", show_default=True, metavar="LIST", help="Guesses read ahead.")
+@_list_option("--budget", "LIST", help="Sizes of the cache: 500MiB,2GiB,4854slots. Default: shares of all blocks.")
+@_list_option("--policy", "LIST", help="Who leaves, or: all.  [default: lru,belady]")
+@_list_option("--prefetch", "LIST", help="How many guesses for the next layer are read ahead.  [default: 0]")
 @click.option("--cold", is_flag=True, help="Empty the cache at each conversation; else it is carried over.")
-def simulate(trace, budgets, policies, prefetches, cold):
+@click.option(
+    "--prefill-warms/--prefill-aside",
+    default=None,
+    help="Prompt passes go through the cache, or leave nothing in it. Default: as the trace says it was.",
+)
+@click.option("--block-bytes", type=click.IntRange(min=1), default=None, help="Size of a block, where unknown.")
+@click.option("--experts", type=click.IntRange(min=1), default=None, help="Experts in a layer, where unknown.")
+@click.option("--model", type=PathName(), default=None, metavar="PATH", help="Checkpoint or store it must be of.")
+@click.option(
+    "--reads-in-time",
+    type=click.IntRange(min=0),
+    default=None,
+    metavar="N",
+    help="Prefetch reads that end before the next layer asks; later ones that are used count as late.",
+)
+@click.option("--curve", is_flag=True, help="The LRU hit rate at every size where it changes.")
+@click.option("--measures", is_flag=True, help="How concentrated, repetitive and predictable the routing is.")
+@click.option(
+    "--check", is_flag=True, help="The live misses in the trace against a replay; exit code 1 if they differ."
+)
+@click.option("--plot", type=PathName(), default=None, metavar="FILE", help="The curve as .png, .svg or .pdf.")
+def simulate(
+    trace,
+    budget,
+    policy,
+    prefetch,
+    cold,
+    prefill_warms,
+    block_bytes,
+    experts,
+    model,
+    reads_in_time,
+    curve,
+    measures,
+    check,
+    plot,
+):
     """What would a cache have hit, and what would it have read?
+
+    TRACE is a file of `nemolab trace`, or routing that another engine recorded: its form is recognised by its content.
+    It is replayed exactly, offline, by the rules of the engine's own cache. Any size may be asked for, also of another
+    machine. Every figure comes with its phase (prefill, decode, all), with the cache cold or carried from one
+    conversation to the next, and with its unit.
+
+    \b
+    hit_rate         share of lookups that were cached, 0 to 1; a lookup is a distinct expert of a layer and step
+    reads_per_token  misses and prefetch reads a token, bytes_per_token the same in bytes
+    compulsory       misses of what was never cached before: no size and no policy avoids them
+    slots            blocks, where they are all of one size
+    prefetch_*       read ahead and used (useful), thrown out unused (wasted), used but not there in time (late)
+
+    \b
+    Policies: lru, lru-per-layer, lfu (counts kept after eviction), lfu-incache (forgotten), lfu-ageing, slru, s3fifo,
+    sieve, arc, random, static (hottest blocks), belady (optimum that inserts every miss), belady-bypass (that may not).
 
     \b
     Examples:
-      nemolab simulate trace.safetensors
-      nemolab simulate trace.safetensors --budget 500MiB,2GiB,4854slots --policy lru,belady --prefetch 0,4 --json
+      nemolab simulate data/traces/english.safetensors
+      nemolab simulate my.trace --budget 500MiB,2GiB,4854slots --policy lru,belady --prefetch 0,4 --json
+      nemolab simulate routes.csv --policy all --budget 2GiB --plot curve.svg
+      nemolab simulate my.trace --check --measures
     """
-    from nemolab.simulate import asked, default_budgets, from_trace, sweep
+    from nemolab import simulate as simulation
+    from nemolab.commands import simulate_text
+    from nemolab.progress import progress_bar
+    from nemolab.system.memory import read_memory
     from nemolab.trace import open_trace
 
-    budgets = None if budgets is None else asked.read_budgets(budgets)
-    policies, prefetches = asked.read_policies(policies), asked.read_prefetches(prefetches)
-    lookups = from_trace(open_trace(trace))
-    rows = sweep(lookups, budgets or default_budgets(lookups), policies, prefetches, cold=cold)
-    columns = ["policy", "phase", "budget_bytes", "slots", "prefetch", "hit_rate", "reads_per_token"]
-    return Answer({"rows": rows}, table(columns, [[row[name] for name in columns] for row in rows]))
+    # Words first: what is wrong with them is said before a large file is read.
+    budgets = simulation.read_budgets(",".join(budget)) if budget else None
+    policies = simulation.read_policies(",".join(policy)) if policy else list(simulation.DEFAULT_POLICIES)
+    depths = simulation.read_prefetches(",".join(prefetch)) if prefetch else [0]
+    if plot is not None:
+        _check_plot(plot)
+
+    recorded = open_trace(trace, n_experts=experts, block_bytes=block_bytes, prefill_warms=prefill_warms)
+    if model is not None:
+        recorded = simulation.join_model(recorded, model)
+    lookups = simulation.from_trace(recorded)
+    chosen = budgets if budgets is not None else simulation.default_budgets(lookups)
+    rows = simulation.sweep(
+        lookups,
+        chosen,
+        policies,
+        depths,
+        cold=cold,
+        reads_in_time=reads_in_time,
+        progress=progress_bar("replay", "run"),
+    )
+    phase, whole = simulation.main_curve(lookups, cold=cold)
+    notes = simulation.list_notes(
+        recorded, lookups, chosen, policies, depths, cold=cold, memory_bytes=read_memory().total_bytes
+    )
+    if budgets is None:
+        shares = ", ".join(f"{share:.0%}" for share in simulation.DEFAULT_SHARES)
+        notes.insert(0, f"no --budget was given: {shares} of all blocks of this model")
+    data = {
+        "trace": {"path": str(trace)} | simulation.list_facts(recorded),
+        "notes": notes,
+        "rows": rows,
+        "advice": simulation.advise(lookups, whole).to_dict(),
+        "gaps": simulation.find_gaps(rows, phase),
+        "curve_phase": phase,
+        "curve_cold": cold,
+    }
+    if curve:
+        data["curve"] = simulation.list_points(lookups, whole)
+    if measures:
+        data["measures"] = simulation.measure_trace(recorded, cold=cold)
+    problem = ""
+    if check:
+        live = simulation.check_live(recorded)
+        data["live"] = live.to_dict()
+        if not live.equal:
+            problem = f"live and replayed misses differ in {len(live.differing):,} of {live.compared:,} batches"
+    if plot is not None:
+        data["plot"] = str(plot)
+        _draw(plot, whole, data)
+    return Answer(data, simulate_text.render(data), problem)
+
+
+def _check_plot(path) -> None:
+    """Before any work: a form that is known, a folder that is there."""
+    if path.suffix.lower() not in PLOT_SUFFIXES:
+        raise UsageError(f"--plot {path}: the form is told by the suffix; {', '.join(PLOT_SUFFIXES)} are known")
+    if not path.parent.is_dir():
+        raise UsageError(f"--plot {path}: there is no folder {path.parent}")
+
+
+def _draw(path, curve, data: dict) -> None:
+    """Draw the curve and the rows of its phase; the file is written at once, when the figure is whole."""
+    import io
+
+    import matplotlib
+
+    matplotlib.use("agg")
+    import pandas as pd
+
+    from nemolab import plots
+
+    unit = "slots" if curve.in_slots else "budget_bytes"
+    advice = data["advice"]
+    rows = pd.DataFrame([row for row in data["rows"] if row["phase"] == data["curve_phase"]])
+    points = rows.rename(columns={unit: "size"})[["policy", "prefetch", "size", "hit_rate"]].dropna()
+    marks = {"knee": advice["knee"][unit]} if advice["knee"] else {}
+    plots.use_style()
+    figure = plots.plot_curve(
+        pd.DataFrame({"size": curve.sizes, "hit_rate": curve.hit_rates}),
+        points,
+        in_slots=curve.in_slots,
+        phase=data["curve_phase"],
+        cold=data["curve_cold"],
+        floor=advice["floor"][unit] if advice["floor"] else None,
+        marks=marks,
+        note=f"{data['trace']['kind']}, synthetic" if data["trace"]["synthetic"] else "",
+    )
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=path.suffix[1:].lower())
+    path.write_bytes(drawn.getvalue())

@@ -54,10 +54,11 @@ def plot_curve(
         ax.step(along, rates, where="post", color=COLOURS["lru"], label="lru, every size")
     for (policy, depth), found in points.groupby(["policy", "prefetch"], sort=False) if points is not None else ():
         found = found.sort_values("size")
-        colour = COLOURS.get(policy, BLACK)
+        colour, ahead = COLOURS.get(policy, BLACK), f", prefetch {depth}" if depth else ""
+        line = ":" if depth else "none" if policy == "lru" else "--"  # an LRU's steps are drawn already
         ax.plot(
-            found["size"] / step, found["hit_rate"] * 100, MARKERS.get(policy, "o"), ls=":" if depth else "--", lw=0.8,
-            ms=5, color=colour, mfc="white" if depth else colour, label=policy + (f", prefetch {depth}" if depth else ""),
+            found["size"] / step, found["hit_rate"] * 100, MARKERS.get(policy, "o"), ls=line, lw=0.8,
+            ms=5, color=colour, mfc="white" if depth else colour, label=policy + ahead,
         )  # fmt: skip
     for label, size in (marks or {}).items():
         ceiling(ax, size / step, label, axis="x")

@@ -1,40 +1,60 @@
 """What a cache would have done: lookups of a trace replayed under any policy and budget, and what they are like.
 
 lookups     batches of keys as a cache sees them, made from recorded routing
-asked       budgets, policies and prefetch depths in words
 replay      under one policy and budget: what hit, what was read, in which phase
+asked       budgets, policies and prefetch depths in words
 sweep       under many, as rows
 curve       LRU at all budgets at once
 floor       the budget below which an LRU hits nothing
-measures    how concentrated, repetitive and predictable a routing is
+advice      cliff, knee, and what a better policy could gain
+notes       what must be read beside a hit rate
+live        the misses an engine recorded against those of a replay
+measures    how concentrated, repetitive and predictable a routing is; summary: all of them of one trace
 
 Exact and offline: no files, no clocks. The decisions are those of `nemolab.policy`, which the engine runs too.
 """
 
+from nemolab.simulate.advice import Advice, advise, find_gaps, list_points, main_curve
 from nemolab.simulate.asked import read_budgets, read_policies, read_prefetches
 from nemolab.simulate.curve import Curve, lru_curve
-from nemolab.simulate.floor import lru_floor, warn_below_floor
+from nemolab.simulate.floor import lru_floor, token_cycle, warn_below_floor
+from nemolab.simulate.live import LiveCheck, check_live
 from nemolab.simulate.lookups import DECODE, PREFILL, Lookups, from_batches, from_routing, from_trace
+from nemolab.simulate.notes import list_notes
 from nemolab.simulate.replay import POLICY_NAMES, Replay, replay
-from nemolab.simulate.sweep import default_budgets, sweep
+from nemolab.simulate.summary import list_facts, measure_trace
+from nemolab.simulate.sweep import DEFAULT_POLICIES, DEFAULT_SHARES, default_budgets, sweep
 
 __all__ = [
     "DECODE",
+    "DEFAULT_POLICIES",
+    "DEFAULT_SHARES",
     "POLICY_NAMES",
     "PREFILL",
+    "Advice",
     "Curve",
+    "LiveCheck",
     "Lookups",
     "Replay",
+    "advise",
+    "check_live",
     "default_budgets",
+    "find_gaps",
     "from_batches",
     "from_routing",
     "from_trace",
+    "list_facts",
+    "list_notes",
+    "list_points",
     "lru_curve",
     "lru_floor",
+    "main_curve",
+    "measure_trace",
     "read_budgets",
     "read_policies",
     "read_prefetches",
     "replay",
     "sweep",
+    "token_cycle",
     "warn_below_floor",
 ]
