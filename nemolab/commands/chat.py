@@ -6,16 +6,21 @@ import sys
 from collections.abc import Iterator
 
 import click
-from click.core import ParameterSource
 
-from nemolab.commands.verb import Answer, FiniteRange, checkpoint_argument, settings, share_cores, store_option, verb
+from nemolab.commands.verb import (
+    Answer,
+    checkpoint_argument,
+    engine_path,
+    ram_cache_option,
+    sampling_options,
+    settings,
+    share_cores,
+    store_option,
+    verb,
+)
 from nemolab.errors import NemolabError, UsageError
 from nemolab.progress import say
-from nemolab.units import Budget, parse_budget, show_bytes
-
-
-def _budget(context, parameter, value) -> Budget | None:
-    return None if value is None else parse_budget(value)
+from nemolab.units import Budget, show_bytes
 
 
 @verb("chat")
@@ -25,17 +30,10 @@ def _budget(context, parameter, value) -> Budget | None:
     "--max-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Longest answer, in tokens."
 )
 @click.option("--think", is_flag=True, help="Let the model reason before it answers.")
-@click.option(
-    "--ram-cache",
-    callback=_budget,
-    metavar="SIZE|Nslots",
-    help="RAM for experts: 4GiB, 500MiB, 2GB or 48slots (blocks). Default: the engine's choice.",
-)
+@ram_cache_option
 @store_option
-@click.option("--temperature", type=FiniteRange(min=0), default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--top-p", type=FiniteRange(0, 1, min_open=True), default=1.0, show_default=True)
+@sampling_options
 @click.option("--top-k", type=click.IntRange(min=0), default=0, show_default=True, help="0 is no limit.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the sampling.")
 def chat(path, prompt, max_tokens, think, ram_cache, store, temperature, top_p, top_k, seed):
     """Talk to a model whose experts are read on demand.
 
@@ -64,8 +62,7 @@ def chat(path, prompt, max_tokens, think, ram_cache, store, temperature, top_p, 
         "top_k": top_k,
         "seed": seed,
     }
-    if store and click.get_current_context().get_parameter_source("path") is not ParameterSource.COMMANDLINE:
-        path = None  # the store says which model; a default checkpoint would only contradict it
+    path = engine_path(path, store)
     with Engine(path, ram_cache_gib=budget.gib, ram_cache_slots=budget.slots, store=store) as engine:
         for note in engine.notes:
             say(f"note: {note}")

@@ -154,12 +154,46 @@ store_option = click.option(
 )
 
 
+def _budget(context, parameter, value):
+    from nemolab.units import parse_budget
+
+    return None if value is None else parse_budget(value)
+
+
+ram_cache_option = click.option(
+    "--ram-cache",
+    callback=_budget,
+    metavar="SIZE|Nslots",
+    help="RAM for experts: 4GiB, 500MiB, 2GB or 48slots (blocks). Default: the engine's choice.",
+)
+
+
+def engine_path(path: Any, store: Any) -> Any:
+    """PATH as the engine takes it: None where a store was named and a checkpoint was not."""
+    from click.core import ParameterSource
+
+    named = click.get_current_context().get_parameter_source("path") is ParameterSource.COMMANDLINE
+    # The store says which model it is; a default checkpoint would only contradict it.
+    return None if store and not named else path
+
+
 class FiniteRange(click.FloatRange):
     """A number within bounds. NaN passes click's own comparison, infinity its open end."""
 
     def convert(self, value, parameter, context):
         number = super().convert(value, parameter, context)
         return number if math.isfinite(number) else self.fail(f"{value!r} is not a finite number.", parameter, context)
+
+
+def sampling_options(function: Callable) -> Callable:
+    """--temperature, --top-p, --seed."""
+    for option in (
+        click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the sampling."),
+        click.option("--top-p", type=FiniteRange(0, 1, min_open=True), default=1.0, show_default=True),
+        click.option("--temperature", type=FiniteRange(min=0), default=0.0, show_default=True, help="0 is greedy."),
+    ):
+        function = option(function)
+    return function
 
 
 def table(headers: list[str], rows: list[list[Any]]) -> str:
