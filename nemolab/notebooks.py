@@ -1,7 +1,7 @@
-"""Execute the numbered notebooks with this very Python, and keep what they say.
+"""Execute the numbered notebooks with this very Python, keep what they say, and find the trace they look at.
 
-Used by `nemolab run`. A notebook that fails does not stop the others, and what is left of a failed or an interrupted
-run does not look finished: its folder ends in `.failed`, or is gone.
+Used by `nemolab run` and by the notebooks themselves. A notebook that fails does not stop the others, and what is left
+of a failed or an interrupted run does not look finished: its folder ends in `.failed`, or is gone.
 """
 
 import os
@@ -18,9 +18,12 @@ import nbformat
 
 from nemolab import paths
 from nemolab.errors import NemolabError, UsageError
+from nemolab.progress import say
 from nemolab.report import Outcome, find_headline, write_report
 
 KERNEL = "python3"
+SHIPPED_TRACE, SHIPPED_PROMPTS = "conversations.safetensors", "prompts.jsonl"  # in data/traces
+ANSWER_TOKENS = 100
 NUMBERED = re.compile(r"(\d\d)_[a-z0-9_]+")
 
 
@@ -61,10 +64,45 @@ def find_notebooks(folder: Path | None = None, only: str | None = None) -> list[
     return sorted(set(chosen))
 
 
+def find_trace(named: str | Path = "", model: str | Path = "") -> Path:
+    """The trace a notebook looks at: the one named, else `NEMOLAB_TRACE`, else one of the model.
+
+    That is the shipped one for the shipped model; of another model the shipped conversations are held and recorded
+    once, ANSWER_TOKENS an answer, and the trace is kept in the cache folder beside the model's store.
+    """
+    chosen = str(named) or os.environ.get("NEMOLAB_TRACE", "")
+    if chosen:
+        return paths.expand(chosen)
+    folder = paths.model_folder(model)
+    if folder.resolve() == paths.tiny_folder().resolve():
+        return paths.traces_folder() / SHIPPED_TRACE
+    from nemolab.store import Store, ensure_store
+
+    store = Store.open(ensure_store(folder))
+    kept = paths.cache_folder() / "traces" / f"{store.fingerprint[:16]}.safetensors"
+    if not kept.exists():
+        _record(folder, kept)
+    return kept
+
+
+def _record(model: Path, target: Path) -> None:
+    from nemolab.engine import Engine
+    from nemolab.engine.conversations import record_chats
+    from nemolab.engine.scripts import read_prompts
+    from nemolab.trace import write_trace
+
+    scripts = read_prompts(paths.traces_folder() / SHIPPED_PROMPTS)
+    say(f"no trace of {paths.shown(model)} yet: recording {len(scripts)} conversations (once)")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with Engine(model) as engine:
+        write_trace(target, record_chats(engine, scripts, max_tokens=ANSWER_TOKENS))
+
+
 def run_notebooks(
     notebooks: list[Path],
     *,
     model: Path | None = None,
+    trace: Path | None = None,
     folder: Path | None = None,
     save: bool = False,
     announce: Callable[[Path, Outcome | None], None] = lambda path, outcome: None,
@@ -72,6 +110,7 @@ def run_notebooks(
     """Execute notebooks in order; write them and `report.html` into `folder`.
 
     model     the checkpoint they look at; None: the shipped one
+    trace     the trace they look at; None: one of the model
     folder    where to write (default `runs/<time>`); must not exist yet
     save      also write the outputs back into the notebooks themselves, if all of them ran through
     announce  called with (path, None) when a notebook starts and (path, outcome) when it ends
@@ -88,7 +127,7 @@ def run_notebooks(
     try:
         for path in notebooks:
             announce(path, None)
-            outcome, notebook = execute(path, model)
+            outcome, notebook = execute(path, model, trace)
             outcomes.append(outcome)
             executed.append(notebook)
             name = f"{path.stem}.failed.ipynb" if outcome.error else path.name
@@ -115,7 +154,7 @@ def run_notebooks(
     )
 
 
-def execute(path: Path, model: Path | None = None) -> tuple[Outcome, nbformat.NotebookNode]:
+def execute(path: Path, model: Path | None = None, trace: Path | None = None) -> tuple[Outcome, nbformat.NotebookNode]:
     """Execute one notebook; a failing cell ends it and is named in the outcome. Ctrl-C is KeyboardInterrupt."""
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError, DeadKernelError
@@ -136,7 +175,7 @@ def execute(path: Path, model: Path | None = None) -> tuple[Outcome, nbformat.No
             on_cell_start=lambda cell, cell_index: position.__setitem__(0, cell_index),
         )
         try:
-            client.execute(env=_environment(model, Path(scratch)))
+            client.execute(env=_environment(Path(scratch), NEMOLAB_MODEL=model, NEMOLAB_TRACE=trace))
         except Exception as problem:
             # On SIGINT and SIGTERM nbclient stops the kernel, then trips over its death: the user, not a fault.
             if getattr(client, "_async_cleanup_kernel_future", None) is not None:
@@ -175,13 +214,12 @@ def _this_python(scratch: Path) -> type:
     return ThisPython
 
 
-def _environment(model: Path | None, scratch: Path) -> dict[str, str]:
+def _environment(scratch: Path, **named: Path | None) -> dict[str, str]:
     environment = dict(os.environ)
     environment["NEMOLAB_HOME"] = str(paths.home())
     environment["IPYTHONDIR"] = str(scratch)
     environment["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"  # figures into the notebook, not a window
-    if model is not None:
-        environment["NEMOLAB_MODEL"] = str(Path(model).absolute())
+    environment |= {name: str(Path(path).absolute()) for name, path in named.items() if path is not None}
     return environment
 
 

@@ -4,6 +4,7 @@
 |---------------|----------------------------------------------------------------------|
 | NEMOLAB_HOME  | the folder that holds `data/` and `notebooks/` (a clone)              |
 | NEMOLAB_MODEL | the checkpoint used where none is named                               |
+| NEMOLAB_TRACE | the trace that notebooks look at where none is named                  |
 | NEMOLAB_CACHE | where stores made on the way are kept (else `$XDG_CACHE_HOME/nemolab`) |
 """
 
@@ -79,6 +80,11 @@ def texts_folder() -> Path:
 def configs_folder() -> Path:
     """`data/configs`: the facts about published models that `nemolab plan` counts from."""
     return data_folder() / "configs"
+
+
+def traces_folder() -> Path:
+    """`data/traces`: recorded routing of the shipped model, and what it was asked."""
+    return data_folder() / "traces"
 
 
 def measurements_folder() -> Path:

@@ -16,8 +16,15 @@ from nemolab.progress import say
 @click.option(
     "--to", "target", type=PathName(), default=None, metavar="FOLDER", help="Where to write; default runs/<time>."
 )
+@click.option(
+    "--trace",
+    type=PathName(),
+    default=None,
+    metavar="FILE",
+    help="The trace they look at, or routing that another engine recorded.",
+)
 @click.option("--save", is_flag=True, help="Also keep the outputs in the notebooks themselves (for commits).")
-def run(path, only, target, save):
+def run(path, only, target, trace, save):
     """Execute every notebook in order on one checkpoint and write one HTML report.
 
     A line for each notebook while it runs; then the executed notebooks and report.html lie in runs/<time>/. A
@@ -29,22 +36,27 @@ def run(path, only, target, save):
       nemolab run
       nemolab run --only 01,03
       nemolab run /models/nemotron-super --to /tmp/super-report
+      nemolab run --only 05,06,07 --trace routes.csv
     """
     share_cores()
     from nemolab import paths
     from nemolab.checkpoint import Checkpoint
     from nemolab.notebooks import find_notebooks, run_notebooks
     from nemolab.system.memory import read_memory
+    from nemolab.trace import open_trace
     from nemolab.units import show_bytes
 
     notebooks = find_notebooks(only=only)
     Checkpoint.open(path)  # an unfit folder is said once and at once, not by every notebook
+    if trace is not None:
+        open_trace(trace)
     memory = read_memory()
     say(f"{len(notebooks)} notebooks on {paths.shown(path)}")
     say(f"memory: {memory.line()}; a cache takes {show_bytes(memory.default_cache_bytes)} at most")
     result = run_notebooks(
         notebooks,
         model=path,
+        trace=trace,
         folder=target.absolute() if target else None,
         save=save,
         announce=_announcer(len(notebooks)),
