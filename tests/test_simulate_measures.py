@@ -38,6 +38,12 @@ def test_the_hottest_quarter_is_chosen_over_all_layers():
     assert experts_for_share(counts, 1) == 1.0
 
 
+def test_a_hot_set_learned_elsewhere_is_held_against_these_lookups():
+    here, there = np.array([[6, 3, 1, 0]]), np.array([[0, 5, 2, 1]])
+    assert hottest_share(here) == 0.6 and hottest_share(here, chosen_by=there) == 0.3
+    assert hottest_share(here, chosen_by=here) == hottest_share(here)
+
+
 def test_entropy_is_that_of_the_choice():
     counts = np.array([[5, 5, 5, 5], [20, 0, 0, 0], [10, 10, 0, 0]])
     assert entropy_bits(counts).tolist() == [2.0, 0.0, 1.0]

@@ -43,12 +43,13 @@ def run(path, only, target, trace, save):
     from nemolab.checkpoint import Checkpoint
     from nemolab.notebooks import find_notebooks, run_notebooks
     from nemolab.system.memory import read_memory
-    from nemolab.trace import open_trace
     from nemolab.units import show_bytes
 
     notebooks = find_notebooks(only=only)
     Checkpoint.open(path)  # an unfit folder is said once and at once, not by every notebook
     if trace is not None:
+        from nemolab.trace import open_trace
+
         open_trace(trace)
     memory = read_memory()
     say(f"{len(notebooks)} notebooks on {paths.shown(path)}")

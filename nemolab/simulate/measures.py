@@ -24,14 +24,16 @@ def count_usage(experts: np.ndarray, n_experts: int) -> np.ndarray:
     return counts.reshape(n_layers, n_experts)
 
 
-def hottest_share(counts: np.ndarray, share: float = 0.25) -> float | None:
+def hottest_share(counts: np.ndarray, share: float = 0.25, *, chosen_by: np.ndarray | None = None) -> float | None:
     """Share of lookups that go to the hottest `share` of all experts, chosen over all layers together.
 
-    counts  as from count_usage, or one layer of it. Even routing gives `share` itself.
+    counts     as from count_usage, or one layer of it. Even routing gives `share` itself.
+    chosen_by  counts of other lookups that say which are the hottest: how well a set learned there serves here
     """
-    counts = np.sort(np.asarray(counts).reshape(-1))[::-1]
+    counts = np.asarray(counts).reshape(-1)
+    hottest = np.argsort(-(counts if chosen_by is None else np.asarray(chosen_by).reshape(-1)), kind="stable")
     total = counts.sum()
-    return float(counts[: round(share * len(counts))].sum() / total) if total else None
+    return float(counts[hottest[: round(share * len(counts))]].sum() / total) if total else None
 
 
 def experts_for_share(counts: np.ndarray, share: float) -> float | None:
