@@ -1,0 +1,162 @@
+"""All rows of a `route_trace v1` csv, each checked against the header: a chunk of the file at a time."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from nemolab.errors import TraceError
+from nemolab.trace.importers.arrange import shown
+from nemolab.trace.importers.route_header import LINE_LIMIT_BYTES, REQUIRED, Header
+from nemolab.trace.importers.route_rows import DONE, FAULT, FULL, SKIP, WEIGHT, parse_rows
+from nemolab.trace.trace import DECODE
+
+OPTIONAL = ("expert_bytes", "dropped")
+CHUNK_BYTES = 4 << 20
+
+
+@dataclass
+class Rows:
+    """Columns of all rows, in the order of the file; starts says on which line runs of rows begin."""
+
+    turn: np.ndarray
+    phase: np.ndarray
+    step: np.ndarray
+    layer: np.ndarray
+    slot: np.ndarray
+    expert: np.ndarray
+    weight: np.ndarray | None
+    read: np.ndarray | None
+    dropped: int
+    starts: list[tuple[int, int]] = field(default_factory=list)
+
+    def line(self, row: int) -> int:
+        first_row, first_line = self.starts[bisect_right(self.starts, (row, 1 << 60)) - 1]
+        return first_line + row - first_row
+
+    def __len__(self) -> int:
+        return len(self.turn)
+
+
+def read_rows(path: Path, file: BinaryIO, header: Header) -> Rows:
+    """All rows, checked one by one against the header."""
+    wanted = [name for name in (*REQUIRED, *OPTIONAL) if name in header.columns]
+    targets = [wanted.index(n) if n in wanted else WEIGHT if n == "weight" else SKIP for n in header.columns]
+    columns = np.array(targets, np.int64)
+    layer_bytes = np.array(
+        [header.layer_bytes[n] for n in range(header.n_layer)] if header.layer_bytes else [], np.int64
+    )
+    kinds = {"turn": "i4", "phase": "u1", "step": "i4", "layer": "i2", "slot": "i4", "expert": "i4"}
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in (*kinds, "weight", "read")}
+    starts, n_rows, line, dropped = [], 0, header.lines + 1, 0
+    carry, last = b"", False
+    while not last:
+        block = file.read(CHUNK_BYTES)
+        last = len(block) < CHUNK_BYTES
+        text = carry + block
+        end = len(text) if last else text.rfind(b"\n") + 1
+        text, carry = text[:end], text[end:]
+        if len(carry) > LINE_LIMIT_BYTES:
+            raise TraceError(f"{path}, line {line + text.count(10)}: longer than {LINE_LIMIT_BYTES:,} bytes")
+        room = len(text) // (len(columns) + len(REQUIRED)) + 1
+        buffer, at, status = np.frombuffer(text, np.uint8), 0, FULL
+        integers, weights = np.empty((len(wanted), room), np.int64), np.empty(room)
+        while status != DONE:
+            count, at, status = parse_rows(buffer, at, len(text), columns, integers, weights)
+            if count:
+                starts.append((n_rows, line))
+                table = dict(zip(wanted, integers[:, :count], strict=True))
+                _check_rows(path, header, layer_bytes, table, line)
+                for name, kind in kinds.items():
+                    parts[name].append(table[name].astype(kind))
+                if "weight" in header.columns:
+                    parts["weight"].append(_check_weights(path, weights[:count], line))
+                if "expert_bytes" in table:
+                    parts["read"].append(table["expert_bytes"] > 0)
+                dropped += int(table["dropped"].sum()) if "dropped" in table else 0
+                n_rows, line = n_rows + count, line + count
+            if status == FAULT:
+                at = _skip_blank_end(path, header, text, at, line, last and not carry)
+            elif status not in (DONE, FULL):
+                at = _skip_comment(path, text, at, line)
+                line += 1
+    joined = {name: np.concatenate(part) if part else None for name, part in parts.items()}
+    if not n_rows:
+        joined |= {name: np.empty(0, kind) for name, kind in kinds.items()}
+    return Rows(**joined, dropped=dropped, starts=starts)
+
+
+def _check_rows(path: Path, header: Header, layer_bytes: np.ndarray, table: dict[str, np.ndarray], line: int) -> None:
+    """Every number within what the header allows: else these are another model's rows, or another's header."""
+    most = {
+        "turn": 2**31 - 1, "phase": DECODE, "step": 2**31 - 1, "layer": header.n_layer - 1,
+        "slot": header.n_expert_used - 1, "expert": header.n_expert - 1, "dropped": 1,
+    }  # fmt: skip
+    for name, values in table.items():
+        if name == "expert_bytes":
+            continue
+        if values.min() < 0 or values.max() > most[name]:
+            row = int(np.flatnonzero((values < 0) | (values > most[name]))[0])
+            hint = ": is this another model's header?" if name in ("layer", "slot", "expert") else ""
+            raise TraceError(
+                f"{path}, line {line + row}: {name} is {values[row]}; 0 to {most[name]} was expected{hint}"
+            )
+    if len(layer_bytes):
+        expected = layer_bytes[table["layer"]]
+        wrong = expected == 0
+        if "expert_bytes" in table:
+            wrong |= (table["expert_bytes"] != 0) & (table["expert_bytes"] != expected)
+        if wrong.any():
+            row = int(np.flatnonzero(wrong)[0])
+            bytes_read = table["expert_bytes"][row] if "expert_bytes" in table else "a choice"
+            raise TraceError(
+                f"{path}, line {line + row}: layer {table['layer'][row]} has expert_bytes {bytes_read}; the header says"
+                f" {expected[row]} for it: is this another model's header?"
+            )
+    elif "expert_bytes" in table and table["expert_bytes"].min() < 0:
+        row = int(np.flatnonzero(table["expert_bytes"] < 0)[0])
+        raise TraceError(
+            f"{path}, line {line + row}: expert_bytes is {table['expert_bytes'][row]}; 0 or more was expected"
+        )
+
+
+def _check_weights(path: Path, weights: np.ndarray, line: int) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        weights = weights.astype(np.float32)
+    if np.isinf(weights).any():
+        raise TraceError(
+            f"{path}, line {line + int(np.flatnonzero(np.isinf(weights))[0])}: weight is too large a number"
+        )
+    return weights
+
+
+def _skip_comment(path: Path, text: bytes, at: int, line: int) -> int:
+    end = text.find(b"\n", at) + 1 or len(text)
+    if re.match(rb"#\s*(route_trace|model=|layer=)", text[at:end]):
+        raise TraceError(f"{path}, line {line} begins a second header: split the files that were joined")
+    return end
+
+
+def _skip_blank_end(path: Path, header: Header, text: bytes, at: int, line: int, last: bool) -> int:
+    """Past blank lines that end the file; anything else that is no row is refused in words."""
+    if last and not text[at:].strip():
+        return len(text)
+    end = text.find(b"\n", at)
+    cut = last and (end < 0 or not text[end:].strip())
+    row = text[at : end if end >= 0 else len(text)].rstrip(b"\r").decode("latin-1")
+    fields, columns = row.split(","), header.columns
+    where = f"{path}, line {line}"
+    if len(fields) < len(columns):
+        hint = "the file is cut off" if cut else "this row was cut off"
+        raise TraceError(f"{where} has {len(fields)} of {len(columns)} fields ({shown(row)}): {hint}")
+    if len(fields) > len(columns):
+        raise TraceError(f"{where} has {len(fields)} fields; the line of column names has {len(columns)}")
+    for name, value in zip(columns, fields, strict=True):
+        if name in (*REQUIRED, *OPTIONAL) and not re.fullmatch(r"-?\d{1,18}", value, re.ASCII):
+            raise TraceError(f"{where}: {name} is {shown(value)}; a whole number was expected")
+    raise TraceError(f"{where} is {shown(row)}: weight is not a number")
