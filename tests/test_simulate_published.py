@@ -12,8 +12,9 @@ import pytest
 
 from nemolab.simulate import floor, measures
 from nemolab.simulate.curve import lru_curve
-from nemolab.simulate.lookups import DECODE, PREFILL, from_routing
+from nemolab.simulate.lookups import DECODE, PREFILL, from_trace
 from nemolab.simulate.replay import replay
+from nemolab.trace import open_trace
 
 FOLDER = Path(os.environ.get("NEMOLAB_SHARED_TRACES", Path(__file__).resolve().parents[2] / "shared" / "traces"))
 TRACE, CURVE = FOLDER / "bmoe_qwen3-30b-a3b_top6.route.csv", FOLDER / "bmoe_qwen.expected-curve.csv"
@@ -33,33 +34,26 @@ BUDGETS = sorted({budget for _, budget in PUBLISHED})
 
 
 @pytest.fixture(scope="module")
-def routing():
-    """Experts (tokens, layers, top_k), phase of each token, bytes of a block by layer."""
-    layer_bytes, rows = np.zeros(LAYERS, np.int64), []
-    for line in TRACE.read_text().splitlines():
-        if line.startswith("# layer="):
-            fields = dict(word.split("=") for word in line[2:].split())
-            layer_bytes[int(fields["layer"])] = int(fields["expert_bytes"])
-        elif line[0].isdigit():
-            rows.append([int(text) for text in line.split(",")[1:6]])
-    phase, step, layer, slot, expert = np.array(rows).T
-    # Steps count from 0 in each phase. The last layer saw one token of the prompt only, so it stays -1 for the others.
-    n_prompt = step[phase == PREFILL].max() + 1
-    token = np.where(phase == PREFILL, step, step - step[phase == DECODE].min() + n_prompt)
-    last = (phase == PREFILL) & (layer == LAYERS - 1)
-    token[last] = n_prompt - 1
-    experts = np.full((token.max() + 1, LAYERS, TOP_K), -1, np.int16)
-    experts[token, layer, slot] = expert
-    return experts, (np.arange(len(experts)) >= n_prompt).astype(np.uint8), layer_bytes
+def trace():
+    return open_trace(TRACE)
 
 
 @pytest.fixture(scope="module")
-def lookups(routing):
-    experts, phase, layer_bytes = routing
-    return from_routing(experts, n_experts=EXPERTS, phase=phase, layer_bytes=layer_bytes, prefill_warms=True)
+def lookups(trace):
+    return from_trace(trace)
 
 
-def test_the_trace_is_the_one_described(lookups):
+def test_the_trace_is_the_one_described(trace, lookups):
+    assert trace.experts.shape == (28 + 128, LAYERS, TOP_K) and trace.meta.n_experts == EXPERTS
+    assert trace.meta.source == "route_trace v1" and trace.meta.model == "Qwen3-30B-A3B-Q4_K_M"
+    assert trace.meta.ranked and trace.meta.prefill_warms
+    assert set(trace.meta.block_bytes) == {3059712, 2654208} and trace.meta.block_bytes[5:7] == (3059712, 2654208)
+    assert trace.experts[0, 0].tolist() == [49, 19, 58, 29, 16, 70]
+    assert (
+        trace.weights[0, 0].tolist()
+        == np.float32([0.221297, 0.191844, 0.190793, 0.147117, 0.136741, 0.112209]).tolist()
+    )
+    assert np.all(trace.experts[:27, -1] == -1) and np.all(trace.experts[27:] >= 0)
     assert lookups.count_tokens(PREFILL) == 28 and lookups.count_tokens(DECODE) == 128
     assert np.count_nonzero(lookups.phase == DECODE) == 128 * LAYERS
     assert lookups.n_batches == 129 * LAYERS and len(lookups.keys) == 2662 + 128 * LAYERS * TOP_K
@@ -85,19 +79,26 @@ def test_the_whole_lru_curve_passes_through_the_published_points(lookups):
         assert f"{100 * decode.hits_at(budget * 2**20) / decode.lookups:.3f}" == row["hit_pct_decode"]
 
 
-def test_the_engine_s_own_rules_give_another_curve(lookups, routing):
+def test_replay_reads_what_the_phone_read_batch_by_batch(trace, lookups):
+    """The phone had 4000 MiB; the trace tells what it read. 1 MiB more or less and the two part."""
+    live = trace.live_misses[(trace.live_misses >= 0).all(axis=1)].reshape(-1)
+    misses = {mib: replay(lookups, "lru", budget_bytes=mib * 2**20).misses_by_batch() for mib in (3999, 4000, 4001)}
+    assert live.sum() == 9929 and np.array_equal(misses[4000], live)
+    assert not np.array_equal(misses[3999], live) and not np.array_equal(misses[4001], live)
+
+
+def test_the_engine_s_own_rules_give_another_curve(trace):
     """The comparison can fail: with prompt passes that leave no trace, decode starts cold."""
-    experts, phase, layer_bytes = routing
-    ours = from_routing(experts, n_experts=EXPERTS, phase=phase, layer_bytes=layer_bytes)
-    rate = 100 * replay(ours, "lru", budget_bytes=4000 * 2**20).row("decode")["hit_rate"]
+    rate = (
+        100 * replay(from_trace(trace, prefill_warms=False), "lru", budget_bytes=4000 * 2**20).row("decode")["hit_rate"]
+    )
     assert f"{rate:.3f}" != PUBLISHED["lru", 4000]["hit_pct_decode"]
 
 
-def test_repeat_rate_and_compulsory_share_are_those_published(lookups, routing):
-    experts, phase, layer_bytes = routing
-    assert round(100 * measures.repeat_rate(experts[phase == DECODE]), 1) == 38.0
-    decode = from_routing(experts[phase == DECODE], n_experts=EXPERTS, layer_bytes=layer_bytes)
-    row = replay(decode, "lru", budget_bytes=1 << 40).row("all")
+def test_repeat_rate_and_compulsory_share_are_those_published(trace):
+    decode = trace.select(phase="decode")
+    assert round(100 * measures.repeat_rate(decode.experts), 1) == 38.0
+    row = replay(from_trace(decode), "lru", budget_bytes=1 << 40).row("all")
     assert row["misses"] == row["compulsory"] == 3059
     assert round(100 * row["misses"] / row["lookups"], 1) == 8.3
 
