@@ -22,6 +22,7 @@ from nemolab.progress import say
 from nemolab.report import Outcome, find_headline, write_report
 
 KERNEL = "python3"
+WIDGET = "application/vnd.jupyter.widget-view+json"  # needs the kernel it came from
 SHIPPED_TRACE, SHIPPED_PROMPTS = "conversations.safetensors", "prompts.jsonl"  # in data/traces
 ANSWER_TOKENS = 100
 NUMBERED = re.compile(r"(\d\d)_[a-z0-9_]+")
@@ -186,7 +187,16 @@ def execute(path: Path, model: Path | None = None, trace: Path | None = None) ->
                 error = f"cell {position[0] + 1}: {_one_line(str(problem)) or 'the kernel died'} (out of memory?)"
             else:
                 raise
+    _leave_out_widgets(notebook)
     return Outcome(path.stem, time.perf_counter() - started, find_headline(notebook), error), notebook
+
+
+def _leave_out_widgets(notebook: nbformat.NotebookNode) -> None:
+    """A slider without its kernel is a box that says "model not found"; what stands beside it as text stays."""
+    notebook.metadata.pop("widgets", None)
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            output.get("data", {}).pop(WIDGET, None)
 
 
 def _one_line(text: str) -> str:

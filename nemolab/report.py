@@ -3,7 +3,7 @@
 import html
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,6 +37,26 @@ def takeaway(*points: str) -> None:
     from IPython.display import Markdown, display
 
     display(Markdown("\n".join(f"- {point}" for point in points)))
+
+
+def slider(name: str, lines: Mapping[str, str], start: str) -> None:
+    """Show the line of `start`; where the notebook is open and has ipywidgets, a slider goes through all of them.
+
+    name   what is chosen; lines  choice -> what to say of it, in the order of the slider
+    What is kept in a file is the line alone, with or without ipywidgets.
+    """
+    from IPython.display import display
+
+    shown = {"text/plain": f"{name} {start}: {lines[start]}"}
+    try:
+        import ipywidgets
+    except ImportError:
+        display(shown, raw=True)
+        return
+    choice = ipywidgets.SelectionSlider(options=list(lines), value=start, description=name)
+    text = ipywidgets.HTML(html.escape(lines[start]))
+    choice.observe(lambda change: setattr(text, "value", html.escape(lines[change["new"]])), "value")
+    display(ipywidgets.VBox([choice, text])._repr_mimebundle_() | shown, raw=True)
 
 
 def formatted(frame: "pd.DataFrame", formats: dict[str, str], index: str | None = None) -> "pd.DataFrame":
