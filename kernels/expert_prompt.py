@@ -28,17 +28,23 @@ TOKENS = 64  # tokens of an expert worked on at once
 DECODE_COST = 8  # decoding an expert costs about as much as this many tokens on it
 _SOURCE = LAYOUTS["source"]
 _UNIT = np.float32(simd.E2M1_UNIT * simd.E4M3_UNIT)
+_UNWANTED = np.empty((0, 1), np.uint16)
 
 
-def expert_prompt_torch(blocks, planes, layout: str, scales_2, starts, pairs, top_k: int, x, results) -> None:
+def expert_prompt_torch(
+    blocks, planes, layout: str, scales_2, starts, pairs, top_k: int, x, results, active=None
+) -> None:
     """The plain twin: decode both matrices of every expert and multiply its tokens.
 
-    blocks  uint8 arrays; planes  block -> its four planes; the other arguments as `ExpertPrompt.run`
+    blocks  uint8 arrays; planes  block -> its four planes; the other arguments as of `expert_prompt`, as tensors
     """
     for place, (block, (up_2, down_2)) in enumerate(zip(blocks, scales_2.tolist(), strict=True)):
         mine = pairs[starts[place] : starts[place + 1]]
         up_values, up_scales, down_values, down_scales = (torch.from_numpy(plane) for plane in planes(block))
         h = torch.relu(x[mine // top_k] @ decode_rows_torch(up_values, up_scales, up_2).T).square()
+        if active is not None:
+            bits = 1 << torch.arange(GROUP)
+            active[mine] = ((h != 0).unflatten(-1, (-1, GROUP)) * bits).sum(-1).to(active.dtype)
         if layout == "neuron":
             down_values, down_scales = published_down_torch(down_values, down_scales)
         results[mine] = h @ decode_rows_torch(down_values, down_scales, down_2).T
@@ -123,8 +129,8 @@ def _add_neurons(rows, width, neurons, count, heights, y):
 
 
 @jit
-def _down(block, layout, inter, width, factor, pairs, h, rows, gathered, gathered_scales, y, results):
-    """The tokens' rows of `results` from their h [tokens, I]."""
+def _down(block, layout, inter, width, factor, pairs, h, rows, gathered, gathered_scales, y, results, active):
+    """The tokens' rows of `results` from their h [tokens, I]; and of `active`, if it has rows."""
     count = pairs.shape[0]
     values = block + inter * width // 2 + inter * width // GROUP
     scales = values + inter * width // 2
@@ -158,6 +164,11 @@ def _down(block, layout, inter, width, factor, pairs, h, rows, gathered, gathere
                 if h[t, first + place] != 0:
                     neurons[found], heights[found] = place, h[t, first + place]
                     found += 1
+            if active.shape[0]:
+                bits = np.uint32(0)
+                for a in range(found):
+                    bits |= np.uint32(1) << np.uint32(neurons[a])
+                active[pairs[t], group] = bits
             if found:
                 _add_neurons(rows_at, width, neurons, found, heights, y_at + 4 * width * t)
     for t in range(count):
@@ -166,7 +177,7 @@ def _down(block, layout, inter, width, factor, pairs, h, rows, gathered, gathere
 
 
 @jit
-def _prompt_kernel(part, parts, addresses, layout, inter, scales_2, starts, pairs, top_k, x, results):
+def _prompt_kernel(part, parts, addresses, layout, inter, scales_2, starts, pairs, top_k, x, results, active):
     experts, width = addresses.shape[0], x.shape[1]
     everything = starts[experts] - starts[0] + DECODE_COST * experts
     rows, y = np.empty((GROUP, width), np.float32), np.empty((TOKENS, width), np.float32)
@@ -182,7 +193,7 @@ def _prompt_kernel(part, parts, addresses, layout, inter, scales_2, starts, pair
             block = addresses[e]
             _up(block, inter, width, scales_2[e, 0] * _UNIT, mine, top_k, x, rows, h)
             factor = scales_2[e, 1] * _UNIT
-            _down(block, layout, inter, width, factor, mine, h, rows, gathered, gathered_scales, y, results)
+            _down(block, layout, inter, width, factor, mine, h, rows, gathered, gathered_scales, y, results, active)
 
 
 def expert_prompt(
@@ -196,6 +207,7 @@ def expert_prompt(
     top_k: int,
     x: np.ndarray,
     results: np.ndarray,
+    active: np.ndarray | None = None,
 ) -> None:
     """One batch of experts on all their tokens.
 
@@ -203,6 +215,8 @@ def expert_prompt(
     starts     int64 [B + 1]: pairs[starts[b] : starts[b + 1]] belong to expert b
     pairs      int64: token * top_k + rank
     x          float32 [tokens, X]; results float32 [tokens * top_k, X], the batch's rows are written
+    active     uint16 [tokens * top_k, I/16], zeros where it begins: which neurons of each group of 16 were active for
+               a pair, lowest neuron in the lowest bit; None: not wanted
     Raises EngineError where sizes do not fit.
     """
     experts, width = addresses.shape[0], x.shape[1]
@@ -210,5 +224,11 @@ def expert_prompt(
         raise EngineError(f"{experts} experts [{inter}, {width}] with scales {scales_2.shape}, starts {starts.shape}")
     if results.shape != (x.shape[0] * top_k, width) or not 0 <= starts[0] <= starts[-1] <= pairs.shape[0]:
         raise EngineError(f"results {results.shape} for {x.shape[0]} tokens x {top_k} of width {width}")
+    if active is None:
+        active = _UNWANTED
+    elif active.shape != (x.shape[0] * top_k, inter // GROUP):
+        raise EngineError(f"active {active.shape} for {x.shape[0]} tokens x {top_k} of {inter // GROUP} groups")
     work = 4 * inter * width * experts
-    team.run(_prompt_kernel, work, addresses, LAYOUTS[layout], inter, scales_2, starts, pairs, top_k, x, results)
+    team.run(
+        _prompt_kernel, work, addresses, LAYOUTS[layout], inter, scales_2, starts, pairs, top_k, x, results, active
+    )

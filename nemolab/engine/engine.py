@@ -12,15 +12,17 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from nemolab.checkpoint import Checkpoint
 from nemolab.engine import memory
+from nemolab.engine.arguments import check_prefetch, check_threads, find_store
 from nemolab.engine.chat import Tokenizer, opens_thinking
 from nemolab.engine.model import Model
+from nemolab.engine.phases import Clock, Clocks, join_stats, subtract_stats
+from nemolab.engine.recording import make_recorder
 from nemolab.engine.sampling import Sampler
 from nemolab.engine.state import State
 from nemolab.engine.text_stream import ReasoningSplit, TextStream
@@ -28,10 +30,10 @@ from nemolab.errors import EngineError
 from nemolab.kernels.team import Team
 from nemolab.kernels.warm_up import warm_up
 from nemolab.progress import say
-from nemolab.store import ExpertCache, Store, check_source, ensure_store, files
-from nemolab.store.cache import RING
-from nemolab.store.target import MARKER
+from nemolab.store import ExpertCache, Store
+from nemolab.store.cache import NOTHING, RING
 from nemolab.system.memory import read_rss_bytes
+from nemolab.trace import Recorder
 
 PASS_TOKENS = 8192  # longest stretch of a prompt that goes through the layers at once; bounds the activations
 LOGIT_TOKENS = 256  # rows of logits made at once where not all are asked for together
@@ -45,7 +47,7 @@ class ChatResult:
     reasoning          what stood between the think tags; "" when there was none
     completion_tokens  ids written, reasoning included, the stop id not
     finish_reason      "stop" at a stop id, "length" when max_tokens cut it
-    stats              by phase, for this answer alone: tokens, seconds, tok_s, lookups, hits, misses, bytes_read
+    stats              by phase, for this answer alone, as of `Engine.stats`
     """
 
     text: str
@@ -65,26 +67,14 @@ class ChatPiece:
     result: ChatResult | None = None
 
 
-@dataclass
-class _Clock:
-    """Tokens fed and seconds spent in one phase."""
-
-    tokens: int = 0
-    seconds: float = 0.0
-
-
-@dataclass
-class _Clocks:
-    prefill: _Clock = field(default_factory=_Clock)
-    decode: _Clock = field(default_factory=_Clock)
-
-
 class Engine:
     """NemotronH on the CPU over a checkpoint folder or a store.
 
     path             a checkpoint folder (a store is made in the cache folder, once) or a store folder
     ram_cache_gib    RAM for experts; or ram_cache_slots, a number of them; default: all, or half of the free memory
     store            use this store (an opened one, or a path) instead of finding one for `path`
+    prefetch         of the experts guessed for the next MoE layer, how many are read while a layer computes (in decode)
+    policy           what leaves the cache: a name of `nemolab.policy.POLICIES`, none that must know the future
     reader_threads   reads in flight
     threads          arithmetic threads; default: torch's number
     layout           of a store made on the way
@@ -100,26 +90,29 @@ class Engine:
         ram_cache_slots: int | None = None,
         store: Store | str | Path | None = None,
         device: str = "cpu",
+        prefetch: int = 0,
+        policy: str = "lru",
         reader_threads: int = 32,
         threads: int | None = None,
         layout: str = "neuron",
     ):
         if device != "cpu":
             raise EngineError(f"device {device!r}: this engine runs on 'cpu'")
-        self._model = self._cache = self._team = None
-        self.store = _find_store(path, store, layout)
+        self._model = self._cache = self._team = self._recorder = None
+        self.store = find_store(path, store, layout)
         self.config = self.store.config
         self.tokenizer = Tokenizer(self.store.small_file, str(path or self.store.path))
-        self.threads = _check_threads(threads)
-        self._clocks = _Clocks()
+        self.threads = check_threads(threads)
+        self.prefetch = check_prefetch(prefetch, self.config)
+        self._clocks = Clocks()
         self._lock = threading.Lock()
         try:
             self.budget = self._budget(ram_cache_gib, ram_cache_slots)
-            self._cache = ExpertCache(self.store, slots=self.budget.blocks, threads=reader_threads)
+            self._cache = ExpertCache(self.store, slots=self.budget.blocks, policy=policy, threads=reader_threads)
             self._team = Team(self.threads)
             with torch.no_grad():
                 warm_up(say)
-                self._model = Model(self.store, self._cache, self._team)
+                self._model = Model(self.store, self._cache, self._team, self.prefetch)
         except BaseException:
             self.close()
             raise
@@ -275,18 +268,45 @@ class Engine:
         if any(more):
             yield ChatPiece(more[1], more[0])
         finish = "length" if written == max_tokens else "stop"
-        stats = _difference(before, self.stats())
+        stats = subtract_stats(before, self.stats())
         yield ChatPiece(result=ChatResult(text, reasoning, prompt_tokens, written, finish, stats))
 
     def stats(self) -> dict:
-        """By phase since the engine was opened: tokens, seconds, tok_s, lookups, hits, misses, bytes_read."""
+        """By phase since the engine was opened: tokens, seconds, tok_s, and what `ExpertCache.stats` counts."""
         self._open()
-        counts = self._cache.stats()
-        zero = {"lookups": 0, "hits": 0, "misses": 0, "bytes_read": 0}
-        return {
-            phase: _phase(clock.tokens, clock.seconds, counts.get(phase, zero))
-            for phase, clock in vars(self._clocks).items()
-        }
+        return join_stats(self._clocks, self._cache.stats(), NOTHING)
+
+    @contextmanager
+    def record(self, *, cold: bool = True, token_ids: bool = True, **taken) -> Iterator[Recorder]:
+        """Record what every pass in this block routes, guesses, activates and misses: `.trace()` of what is yielded.
+
+        cold       empty the cache first: else a replay, which begins empty, does not meet the same misses
+        token_ids  keep what was fed; without, the text cannot be told from the trace
+        taken      more to be written down about how it was taken, as JSON: kind, temperature, seed ...
+        Raises EngineError while another recording runs.
+        """
+        self._open()
+        if self._recorder is not None:
+            raise EngineError("this engine is being recorded already; end that recording first")
+        if cold:
+            self.empty_cache()
+        recorder = make_recorder(self.store, self._cache, self._model, self.prefetch, cold, token_ids, taken)
+        with self._lock:
+            self._recorder = recorder
+            self._model.set_recorder(recorder)
+        try:
+            yield recorder
+        finally:
+            with self._lock:
+                self._recorder = None
+                if self._model is not None:
+                    self._model.set_recorder(None)
+
+    def empty_cache(self) -> None:
+        """Forget all cached experts: what comes next begins cold."""
+        self._open()
+        with self._lock:
+            self._cache.clear()
 
     def memory(self) -> dict:
         """Bytes: this process's memory now and at its peak; the cache's budget and what it was decided on.
@@ -310,7 +330,7 @@ class Engine:
             yield tokens.split(PASS_TOKENS)
 
     @contextmanager
-    def _pass(self, clock: _Clock, tokens: int, state: State) -> Iterator[None]:
+    def _pass(self, clock: Clock, tokens: int, state: State) -> Iterator[None]:
         """Keep others out, keep the time, and leave the state marked as broken if the pass does not come to its end."""
         self._open()
         self._check_length(tokens, 0, state)
@@ -345,30 +365,6 @@ class Engine:
             )
 
 
-def _find_store(path, store, layout: str) -> Store:
-    if store is not None:
-        if not isinstance(store, str | Path):
-            return store
-        store = Store.open(store)
-        if path is not None and not (Path(path).expanduser() / files.MANIFEST).exists():
-            check_source(store, Checkpoint.open(Path(path).expanduser()))
-        return store
-    if path is None:
-        raise EngineError("give a checkpoint folder, or a store")
-    path = Path(path).expanduser()
-    # A store whose repack was cut off is named as what it is, too.
-    is_store = (path / files.MANIFEST).exists() or (path / MARKER).exists()
-    return Store.open(path if is_store else ensure_store(path, layout=layout))
-
-
-def _check_threads(threads: int | None) -> int:
-    if threads is None:
-        return torch.get_num_threads()
-    if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= 1024:
-        raise EngineError(f"threads is {threads!r}; a whole number from 1 to 1024 is needed")
-    return threads
-
-
 @contextmanager
 def _torch_threads(threads: int) -> Iterator[None]:
     """torch's number of threads for a while; the setting is the whole process's, so it is put back."""
@@ -381,17 +377,3 @@ def _torch_threads(threads: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _phase(tokens: int, seconds: float, counts: dict) -> dict:
-    rate = tokens / seconds if seconds > 0 else 0.0
-    return {"tokens": tokens, "seconds": seconds, "tok_s": rate, **counts}
-
-
-def _difference(before: dict, after: dict) -> dict:
-    out = {}
-    for phase, now in after.items():
-        counts = {name: now[name] - before[phase][name] for name in ("lookups", "hits", "misses", "bytes_read")}
-        tokens, seconds = (now[name] - before[phase][name] for name in ("tokens", "seconds"))
-        out[phase] = _phase(tokens, seconds, counts)
-    return out

@@ -6,9 +6,13 @@ scatter_add_: the order in which experts arrive (from RAM or from disk) never re
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 
+from nemolab.checkpoint.formats import GROUP
+from nemolab.engine.guesser import Guesser
 from nemolab.engine.mlp import PIECE_TOKENS, Mlp
 from nemolab.engine.weights import DenseWeights
 from nemolab.kernels.expert_prompt import expert_prompt
@@ -19,11 +23,17 @@ from nemolab.kernels.router_step import RouterStep, router_step_torch
 from nemolab.kernels.simd import array_address
 from nemolab.kernels.team import Team
 
+if TYPE_CHECKING:
+    from nemolab.trace import Recorder
+
 
 class MoeLayer:
     """norm -> router, latent down, routed experts, latent up, plus the shared expert, plus the residual.
 
-    ordinal  which MoE layer this is, counting MoE layers only: how store and cache number them
+    ordinal    which MoE layer this is, counting MoE layers only: how store and cache number them
+    .guesser   what guesses the next MoE layer's experts from this one's input, or None
+    .prefetch  how many of those guesses are read ahead
+    .recorder  told what was routed, guessed, active and missed; None as a rule
     """
 
     def __init__(self, config, weights: DenseWeights, index: int, ordinal: int, store, cache, team: Team):
@@ -55,6 +65,13 @@ class MoeLayer:
         self._norm, self._bias, self._eps = self.norm.numpy(), self.gate_bias.numpy(), np.float32(self.eps)
         self._h, self._logits = np.empty(hidden, np.float32), np.empty(config.n_experts, np.float32)
         self._latent, self._routed = np.empty(self.width, np.float32), np.empty(self.width, np.float32)
+        self.guesser: Guesser | None = None
+        self.prefetch = 0
+        self.recorder: Recorder | None = None
+
+    def make_guesser(self, count: int) -> Guesser:
+        """What guesses this layer's experts from an earlier layer's input."""
+        return Guesser(self.gate, self._bias, count, self.routing[1:])
 
     def step(self, team: Team, x: np.ndarray, state: None = None) -> None:
         """One token: x float32 [hidden] plus the layer's output, in place."""
@@ -63,6 +80,9 @@ class MoeLayer:
         self.gate.multiply(h, self._logits)
         experts, weights = self._router.run(self._logits, self._bias)
         rows = self.cache.lookup_rows(self.ordinal, experts.tolist(), "decode")
+        guesses = self.guesser.guess(h) if self.guesser else None
+        if self.prefetch:  # read while this layer computes
+            self.cache.prefetch(self.ordinal + 1, guesses[: self.prefetch].tolist())
         latent = h
         if self.latent_down:
             latent = self._latent
@@ -76,13 +96,21 @@ class MoeLayer:
             x += self._routed
         if self.shared:
             self.shared.add_step(h, x)
+        if self.recorder:
+            active = self._experts.active[: len(rows)]
+            self.recorder.decode_layer(self.ordinal, h, experts, weights, active, self.cache.missed, guesses)
 
     def prompt(self, x: torch.Tensor, state: None = None) -> torch.Tensor:
         """x [tokens, hidden] -> x plus the layer's output, in place; each needed expert is read at most once."""
         h = rms_norm_torch(x, self.norm, self.eps)
         experts, weights = router_step_torch(self.gate.apply(h), self.gate_bias, *self.routing)
         latent = self.latent_down.apply(h) if self.latent_down else h
-        routed = self._routed_prompt(latent, experts, weights)
+        active = None
+        if self.recorder:
+            active = np.zeros((*experts.shape, self.store.expert_shape[0] // GROUP), np.uint16)
+        routed = self._routed_prompt(latent, experts, weights, active)
+        if self.recorder:
+            self.recorder.prompt_layer(self.ordinal, h, experts, weights, active, self.cache.missed)
         for start in range(0, x.shape[0], PIECE_TOKENS):
             piece = slice(start, start + PIECE_TOKENS)
             x[piece] += self.latent_up.apply(routed[piece]) if self.latent_up else routed[piece]
@@ -90,8 +118,10 @@ class MoeLayer:
                 x[piece] += self.shared.apply(h[piece])
         return x
 
-    def _routed_prompt(self, latent: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The weighted sum of each token's experts, [tokens, width]."""
+    def _routed_prompt(
+        self, latent: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, active: np.ndarray | None
+    ) -> torch.Tensor:
+        """The weighted sum of each token's experts, [tokens, width]. active: as `expert_prompt`, by token and rank."""
         tokens, top_k = experts.shape
         results = torch.empty(tokens * top_k, self.width)  # one row for each (token, rank)
         flat = experts.flatten()
@@ -111,6 +141,7 @@ class MoeLayer:
                 top_k,
                 latent.numpy(),
                 results.numpy(),
+                None if active is None else active.reshape(tokens * top_k, -1),
             )
         results = results.view(tokens, top_k, self.width)
         out = results[:, 0] * weights[:, :1]

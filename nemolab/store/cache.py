@@ -1,18 +1,20 @@
-"""Experts in RAM: a byte-budgeted LRU cache for decode and a ring for prompts, filled by direct reads.
+"""Experts in RAM: a byte-budgeted cache for decode and a ring for prompts, filled by direct reads.
 
 What stays is decided by `nemolab.policy`, in the same compiled code that replays traces.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from nemolab.errors import StoreError
-from nemolab.policy import Cache
+from nemolab.policy import POLICIES, Cache, Policy
 from nemolab.progress import say
 from nemolab.store.arena import Arena
+from nemolab.store.read_ahead import ReadAhead
 from nemolab.store.reader import DEFAULT_THREADS, BlockReader, Pending
 from nemolab.system.memory import read_memory
 from nemolab.units import show_bytes
@@ -25,11 +27,14 @@ class ExpertCache:
     """The experts of a store, resident as far as the budget goes.
 
     budget_bytes | slots  how much stays (one of the two); capped at what the store holds, refused below top_k blocks
+    policy                what leaves: a name of `nemolab.policy.POLICIES`, or a Policy; none that must know the future
     reader                a BlockReader to use and leave open; by default one of its own with `threads` threads
     ring                  experts in a prompt batch; two such banks are kept beside the budget, once a prompt is seen
     .slots                blocks it may hold. Memory is taken as blocks come in, and looked after again on the way: when
                           others have taken it meanwhile, the cache stays at what it has, says so, and .slots is less
     .arena                uint8 [rows, block_bytes]; `lookup_rows` and `stream_rows` answer with its row numbers
+    .missed               blocks that the last lookup, or the last stream so far, had to read
+    .restarts             how often a failed read or an interrupt made the policy forget what it knew
     For one thread at a time. Close it, or use it in a `with` block.
     Raises StoreError for sizes that cannot work, ids out of range, a batch larger than the cache, a failed read.
     """
@@ -40,6 +45,7 @@ class ExpertCache:
         *,
         budget_bytes: int | None = None,
         slots: int | None = None,
+        policy: str | Policy = "lru",
         reader: BlockReader | None = None,
         threads: int = DEFAULT_THREADS,
         ring: int = RING,
@@ -48,6 +54,7 @@ class ExpertCache:
             raise StoreError("give the cache either budget_bytes or slots")
         if ring < 1:
             raise StoreError(f"prompt batches of {ring} experts; 1 or more are needed")
+        self.policy = _find_policy(policy)
         self.store = store
         self.block_bytes = store.block_bytes
         self._n_layers, self._n_experts = store.n_layers, store.n_experts
@@ -67,14 +74,16 @@ class ExpertCache:
         self._row_of: dict[int, int] = {}  # block index -> row
         self._free_rows = list(range(self.slots - 1, -1, -1))  # low rows first: untouched memory is not taken
         self._granted = 0  # rows that memory was found for
-        self._counts: dict[str, list[int]] = {}
+        self._counts: dict[str, _Counts] = {}
         self._streaming = False
+        self.missed = self.restarts = 0
         self._own_reader = reader is None
         try:
             self.reader = store.open_reader(threads=threads) if reader is None else reader
         except BaseException:
             self._release()
             raise
+        self._ahead = ReadAhead(self.reader)
 
     def __enter__(self) -> "ExpertCache":
         return self
@@ -100,17 +109,53 @@ class ExpertCache:
             raise StoreError(f"a batch of {len(set(keys))} experts does not fit a cache of {self.slots} blocks")
         row_of = self._row_of
         absent = [key for key in keys if key not in row_of]
-        if absent and self._granted < self.slots:
-            self._grow(len(row_of) + len(set(absent)), len(set(keys)))
         try:
+            if absent and self._granted < self.slots:
+                self._grow(len(row_of) + len(set(absent)), len(set(keys)))
             done = self._decisions.batch(keys)
+            late = self._ahead.count_late(done.useful) if done.useful else 0
             if done.misses:
-                self._fill(done.misses, done.victims)
+                self._fill(done.misses, done.victims, phase)
+            if done.useful:
+                self._ahead.take(done.useful)
         except BaseException:
             self._forget(absent)
             raise
-        self._count(phase, len(done.hits), len(done.misses))
+        self.missed = len(done.misses)
+        counts = self._count(phase, len(done.hits), self.missed)
+        counts.useful += len(done.useful)
+        counts.late += late
         return [row_of[key] for key in keys]
+
+    def prefetch(self, layer: int, guesses: Sequence[int], phase: str = "decode") -> int:
+        """Begin to read what the next layer may ask for, as far as the batch in use leaves room; returns at once.
+
+        layer    MoE ordinal of the next layer; guesses  its ids, by rank: the absent ones are read
+        Call it after a layer's lookup and before its blocks are used: those stay where they are. What is read counts as
+        cached from here on; a lookup waits for a block still under way, and reads one anew whose read failed.
+        Returns how many are read.
+        """
+        keys = self._keys(layer, guesses)
+        if self._streaming:
+            raise StoreError("a prefetch while a prompt batch is in use could evict it; finish the stream first")
+        row_of = self._row_of
+        absent = [key for key in keys if key not in row_of]
+        if not absent:
+            return 0
+        try:
+            if self._granted < self.slots:
+                self._grow(len(row_of) + len(absent), 0)
+            done = self._decisions.prefetch(keys)
+            self._vacate(done.victims, phase)
+            for key in done.reads:
+                row_of[key] = self._free_rows.pop()
+            counts = self._counts_of(phase)
+            counts.issued += len(done.reads)
+            self._ahead.start([(key, self._views[row_of[key]]) for key in done.reads], counts)
+        except BaseException:
+            self._forget(absent)
+            raise
+        return len(done.reads)
 
     def stream(
         self, layer: int, experts: Sequence[int], phase: str = "prefill"
@@ -135,6 +180,7 @@ class ExpertCache:
         keys = list(dict.fromkeys(self._keys(layer, experts)))
         batches = [keys[start : start + self.ring] for start in range(0, len(keys), self.ring)]
         here = coming = None
+        self.missed = 0
         try:
             self._streaming = True
             for number, batch in enumerate([*batches, None]):
@@ -142,8 +188,16 @@ class ExpertCache:
                 # Read ahead into the bank that the batch before last has left.
                 coming = self._start_ring(batch, number % 2) if batch is not None else None
                 if here is not None:
+                    asked = [key for key in here.keys if key in self._ahead] if self._ahead else []
+                    late = self._ahead.count_late(asked)
                     here.pending.wait()
-                    self._count(phase, len(here.keys) - here.misses, here.misses)
+                    if asked:
+                        self._ahead.take(asked)
+                        self._decisions.pass_by(asked)
+                    self.missed += here.misses
+                    counts = self._count(phase, len(here.keys) - here.misses, here.misses)
+                    counts.useful += len(asked)
+                    counts.late += late
                     yield [key - layer * self._n_experts for key in here.keys], here.rows
         finally:
             for unfinished in (here, coming):
@@ -152,26 +206,38 @@ class ExpertCache:
             self._streaming = False
 
     def stats(self) -> dict[str, dict[str, int]]:
-        """By phase: lookups, hits, misses and bytes_read (completed reads of whole blocks)."""
+        """By phase: lookups, hits, misses, reads and bytes_read (whole blocks that arrived, asked for or ahead), and
+        prefetch_issued, _useful (asked for while cached), _wasted (left before) and _late (waited for when asked for).
+
+        Waits for reads under way, so that no count depends on the moment.
+        """
+        lost = self._ahead.settle()
         return {
-            phase: {
-                "lookups": hits + misses,
-                "hits": hits,
-                "misses": misses,
-                "bytes_read": misses * self.block_bytes,
-            }
-            for phase, (hits, misses) in self._counts.items()
+            phase: counts.to_dict(self.block_bytes, sum(owner is counts for owner in lost))
+            for phase, counts in self._counts.items()
         }
+
+    def clear(self) -> None:
+        """Forget everything cached: what comes next begins cold. Blocks read ahead and not used count as wasted."""
+        try:
+            self._start_over(self._row_of)
+        except BaseException:  # an interrupt: what is left half-way is left whole
+            self._start_over(self._row_of)
+            raise
 
     def close(self) -> None:
         """Free memory, file and threads. Closing twice is fine."""
-        if self._own_reader and self.reader is not None:
-            self.reader.close()
+        if self.reader is not None:
+            self._ahead.call_off()
+            if self._own_reader:
+                self.reader.close()
         self.reader = None
         self._release()
 
     def _start_decisions(self) -> Cache:
-        return Cache(self._n_layers * self._n_experts, self.slots * self.block_bytes, self.block_bytes)
+        return Cache(
+            self._n_layers * self._n_experts, self.slots * self.block_bytes, self.block_bytes, policy=self.policy
+        )
 
     def _keys(self, layer: int, experts: Sequence[int]) -> list[int]:
         """Block indices. An id out of range would silently be another layer's expert, so it is refused."""
@@ -202,21 +268,42 @@ class ExpertCache:
                 f"cache: stays at {stay:,} of {self.slots:,} blocks: {show_bytes(memory.available_bytes)} are left "
                 f"(limit: {memory.tightest.name}), {show_bytes(memory.reserve_bytes)} must stay free"
             )
-            # In this order: interrupted between two of them, the cache asks again and is sound.
-            self._decisions.resize(stay * self.block_bytes)
-            self._free_rows = [row for row in self._free_rows if row < stay]
             self._granted = self.slots = stay
+            if self.policy.divides:  # its shares are of the old budget: it must begin anew with what is cached
+                self._start_over()
+            else:
+                self._decisions.resize(stay * self.block_bytes)
+                self._free_rows = [row for row in self._free_rows if row < stay]
 
-    def _fill(self, misses: list[int], victims: list[int]) -> None:
+    def _fill(self, misses: list[int], victims: list[int], phase: str) -> None:
         """Read the misses into rows of their own, those of the victims first of all."""
-        self._free_rows.extend(self._row_of.pop(victim) for victim in victims)
+        self._vacate(victims, phase)
         for key in misses:
             self._row_of[key] = self._free_rows.pop()
         self.reader.read_many([(key, self._views[self._row_of[key]]) for key in misses])
 
+    def _vacate(self, victims: list[int], phase: str) -> None:
+        """The rows of the victims are free: those still being read once their read has ended."""
+        if self._ahead:
+            self._waste(self._ahead.drop(victims), self._counts_of(phase))
+        self._free_rows.extend([self._row_of.pop(victim) for victim in victims])
+
+    def _waste(self, dropped: list[tuple["_Counts", bool]], counts: "_Counts | None" = None) -> None:
+        """Count what was read ahead for nothing: where it was lost, or (None) where it was issued."""
+        for issuer, arrived in dropped:
+            (counts or issuer).wasted += 1
+            issuer.lost += not arrived
+
     def _forget(self, unread: list[int]) -> None:
         """After a failed read, or an interrupt between any two steps: only what was whole before counts as cached."""
-        for key in unread:
+        self.restarts += 1
+        self._start_over(unread)
+
+    def _start_over(self, without: Iterable[int] = ()) -> None:
+        """New decisions over what is cached and was asked for, but `without` these."""
+        without = [*without, *self._ahead]
+        self._waste(self._ahead.call_off())
+        for key in without:
             self._row_of.pop(key, None)
         kept = [key for key in self._decisions if key in self._row_of]
         for key in self._row_of.keys() - set(kept):
@@ -237,10 +324,17 @@ class ExpertCache:
             rows.append(row)
         return _RingBatch(keys, rows, len(jobs), self.reader.start(jobs))
 
-    def _count(self, phase: str, hits: int, misses: int) -> None:
-        counts = self._counts.setdefault(phase, [0, 0])
-        counts[0] += hits
-        counts[1] += misses
+    def _count(self, phase: str, hits: int, misses: int) -> "_Counts":
+        counts = self._counts_of(phase)
+        counts.hits += hits
+        counts.misses += misses
+        return counts
+
+    def _counts_of(self, phase: str) -> "_Counts":
+        counts = self._counts.get(phase)
+        if counts is None:
+            counts = self._counts[phase] = _Counts()
+        return counts
 
     def _release(self) -> None:
         self.arena = None
@@ -256,3 +350,46 @@ class _RingBatch(NamedTuple):
     rows: list[int]
     misses: int
     pending: Pending
+
+
+@dataclass(slots=True, eq=False)
+class _Counts:
+    """What happened in one phase. lost: blocks issued here that never arrived and that nobody asked for."""
+
+    hits: int = 0
+    misses: int = 0
+    issued: int = 0
+    useful: int = 0
+    wasted: int = 0
+    late: int = 0
+    lost: int = 0
+
+    def to_dict(self, block_bytes: int, lost: int = 0) -> dict[str, int]:
+        """lost: further reads that came to nothing and are still counted on."""
+        reads = self.misses + self.issued - self.lost - lost
+        return {
+            "lookups": self.hits + self.misses,
+            "hits": self.hits,
+            "misses": self.misses,
+            "reads": reads,
+            "bytes_read": reads * block_bytes,
+            "prefetch_issued": self.issued,
+            "prefetch_useful": self.useful,
+            "prefetch_wasted": self.wasted,
+            "prefetch_late": self.late,
+        }
+
+
+NOTHING = _Counts().to_dict(0)  # the stats of a phase that saw no lookup
+
+
+def _find_policy(policy: str | Policy) -> Policy:
+    found = POLICIES.get(policy) if isinstance(policy, str) else policy
+    online = ", ".join(name for name, known in POLICIES.items() if not known.future)
+    if found is None:
+        raise StoreError(f"unknown policy {policy!r}; a cache runs {online}")
+    if found.future:
+        raise StoreError(
+            f"the policy {found.name} must know all lookups in advance: it runs in a replay only; a cache runs {online}"
+        )
+    return found

@@ -118,6 +118,12 @@ class BlockReader:
             raise
         return pending
 
+    def submit(self, task: Callable[[], None]) -> None:
+        """Run a task of the caller's, which calls `read_into`, on one of the threads."""
+        if self._descriptor is None:
+            raise StoreError(f"{self.path}: the reader is closed")
+        self._pool.submit(task)
+
     def close(self) -> None:
         """Let what was begun come to its end, then the threads, and close the file. Closing twice is fine."""
         # Without cancel_futures: nobody is told of a task dropped from the queue, so who waits for it waits for ever.

@@ -1,0 +1,50 @@
+"""What an engine is given, checked before anything large is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from nemolab.checkpoint import Checkpoint
+from nemolab.checkpoint.config import ModelConfig
+from nemolab.errors import EngineError
+from nemolab.store import Store, check_source, ensure_store, files
+from nemolab.store.target import MARKER
+
+
+def find_store(path: str | Path | None, store: Store | str | Path | None, layout: str) -> Store:
+    """The store that was given, or that of a folder; it is made where there is none yet."""
+    if store is not None:
+        if not isinstance(store, str | Path):
+            return store
+        store = Store.open(store)
+        if path is not None and not (Path(path).expanduser() / files.MANIFEST).exists():
+            check_source(store, Checkpoint.open(Path(path).expanduser()))
+        return store
+    if path is None:
+        raise EngineError("give a checkpoint folder, or a store")
+    path = Path(path).expanduser()
+    # A store whose repack was cut off is named as what it is, too.
+    is_store = (path / files.MANIFEST).exists() or (path / MARKER).exists()
+    return Store.open(path if is_store else ensure_store(path, layout=layout))
+
+
+def check_threads(threads: int | None) -> int:
+    """How many threads compute. Raises EngineError for what is no number of threads."""
+    if threads is None:
+        return torch.get_num_threads()
+    if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= 1024:
+        raise EngineError(f"threads is {threads!r}; a whole number from 1 to 1024 is needed")
+    return threads
+
+
+def check_prefetch(prefetch: int, config: ModelConfig) -> int:
+    """How many guesses are read ahead. Raises EngineError for more than there are to guess."""
+    reachable = config.n_experts // config.n_group * config.topk_group
+    if isinstance(prefetch, bool) or not isinstance(prefetch, int) or not 0 <= prefetch <= reachable:
+        raise EngineError(
+            f"prefetch is {prefetch!r}; a whole number from 0 to {reachable} is needed, "
+            f"the experts that a token can reach in a layer"
+        )
+    return prefetch
