@@ -44,7 +44,8 @@ def _largest(values, start, stop):
 
 
 @jit
-def _router_kernel(logits, bias, groups, top_groups, normalise, scaling, key, experts, weights):
+def choose_experts(logits, bias, groups, top_groups, normalise, scaling, key, experts, weights):
+    """experts and weights [top_k] from logits [experts]; key [experts] is scratch."""
     count = logits.shape[0]
     for e in range(count):
         key[e] = np.float32(1) / (np.float32(1) + math.exp(-logits[e])) + bias[e]
@@ -98,5 +99,5 @@ class RouterStep:
     def run(self, logits: np.ndarray, bias: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """logits, bias float32 [experts] -> experts int64 in rank order, weights float32, [top_k] each, new."""
         experts, weights = np.empty(self._top_k, np.int64), np.empty(self._top_k, np.float32)
-        _router_kernel(logits, bias, *self._settings, self._key, experts, weights)
+        choose_experts(logits, bias, *self._settings, self._key, experts, weights)
         return experts, weights

@@ -9,6 +9,7 @@ import torch
 
 from nemolab.kernels import attention_step, decode_nvfp4, expert_prompt, expert_step, mamba_step, matvec, rms_norm
 from nemolab.kernels import router_step as router
+from nemolab.kernels.router_many import router_many
 from nemolab.kernels.simd import array_address
 from nemolab.kernels.team import Team
 
@@ -37,6 +38,7 @@ def _run_all(team: Team) -> None:
     decode_nvfp4.decode_rows(team, torch.zeros(1, 8, dtype=torch.uint8), torch.zeros(1, 1, dtype=torch.uint8), 1.0)
     rms_norm.rms_norm(ones(16), ones(16), eps, ones(16))
     experts, weights = router.RouterStep(2, 1, 1, 1, True, 1.0).run(ones(2), ones(2))
+    router_many(team, matrix, ones(16), ones(1, 16), 1)
     mamba = mamba_step.MambaStep(ones(24, 4), *(ones(n) for n in (24, 1, 1, 1)), (0.0, 1.0), ones(8), 1, 1e-5)
     mamba.run(team, ones(33), ones(24, 3), ones(1, 8, 8), ones(8))
     attention_step.attention_step(team, ones(8), ones(1, 8), ones(1, 8), 1, 8, ones(1, 1), ones(8))

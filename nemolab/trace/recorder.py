@@ -8,7 +8,7 @@ tokens at once.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +20,9 @@ from nemolab.trace.trace import ARRAYS, DECODE, GUESSES, PREFILL, Trace, TraceMe
 if TYPE_CHECKING:
     import torch
 
+    from nemolab.kernels.matvec import Packed
+    from nemolab.kernels.team import Team
+
 BULK_TOKENS = 64  # tokens of decode whose derived values are computed together
 LEAST_GUESSES = 8
 FIRST_ROWS = 256
@@ -29,15 +32,16 @@ GROUP = 16  # neurons that share a mask
 class Routers(NamedTuple):
     """The routers of a model's MoE layers, as the engine itself applies them.
 
-    gates       by MoE layer: float32 [tokens, hidden] -> logits float32 [tokens, experts]
-    biases      by MoE layer: the correction bias, float32 [experts]
+    team                the engine's threads
+    gates, biases       by MoE layer: the gate as kernels take it; the correction bias, float32 [experts]
     groups, top_groups  the limit of groups, as in the config
     """
 
-    gates: Sequence[Callable[[torch.Tensor], torch.Tensor]]
-    biases: Sequence[torch.Tensor]
-    groups: int
-    top_groups: int
+    team: Team
+    gates: Sequence[Packed]
+    biases: Sequence[np.ndarray]
+    groups: int = 1
+    top_groups: int = 1
 
 
 def count_guesses(n_experts: int, top_k: int, groups: int = 1, top_groups: int = 1) -> int:
@@ -51,8 +55,6 @@ class Recorder:
     meta          what holds for the trace; `trace` may complete meta.taken
     n_layers, top_k   of the model; hidden: width of a MoE layer's input; groups: groups of 16 neurons of an expert
     routers       None: no guesses are recorded
-    live_guesses  the engine makes the guesses for the next layer itself (it prefetches by them) and hands them over;
-                  else they are made here, with all others
     token_ids     False: ids are left out, and with them the text they stand for
     .guesses      how many are recorded for each layer
 
@@ -69,11 +71,10 @@ class Recorder:
         hidden: int,
         groups: int,
         routers: Routers | None = None,
-        live_guesses: bool = False,
         token_ids: bool = True,
     ):
         self.meta, self.n_layers = meta, n_layers
-        self._routers, self._live = routers, live_guesses
+        self._routers = routers
         self.guesses = count_guesses(meta.n_experts, top_k, routers.groups, routers.top_groups) if routers else 0
         left_out = set() if token_ids else {"token_ids"}
         if not routers:
@@ -94,6 +95,7 @@ class Recorder:
         self._h = np.empty((n_layers, BULK_TOKENS, hidden), np.float32)
         self._active = np.empty((n_layers, BULK_TOKENS, top_k, groups), np.uint16)
         self._held = 0  # the last so many rows wait
+        self._handed = False  # the engine makes the guesses for the next layer
         self._names: list[str] = []
         self._next_name: str | None = None
         self._owners: dict[int, tuple[weakref.ref, int]] = {}
@@ -139,7 +141,8 @@ class Recorder:
         experts, weights [top_k] in rank order
         active           uint16 [top_k, groups]: `ExpertStep.active`
         misses           blocks read on demand
-        guesses          with live_guesses: [n] for the *next* MoE layer (None from the last)
+        guesses          [n] for the *next* MoE layer where the engine has made them to prefetch by; else they are made
+                         here, from h
         """
         row, rows, held = self._tokens, self._rows, self._held
         rows["experts"][row, layer] = experts
@@ -148,7 +151,8 @@ class Recorder:
         self._h[layer, held] = h
         self._active[layer, held] = active
         if guesses is not None:
-            rows["guesses"][row, layer + 1] = guesses
+            rows["guesses"][row, layer + 1] = guesses[: self.guesses]
+            self._handed = True
 
     def prompt_layer(
         self, layer: int, h: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, active: np.ndarray, misses: int
@@ -163,7 +167,7 @@ class Recorder:
         rows["live_misses"][at.start : at.stop - 1, layer] = -1
         rows["live_misses"][at.stop - 1, layer] = misses
         self._count_active(at, layer, active)
-        self._guess(at, layer, h, GUESSES)
+        self._guess(at, layer, np.ascontiguousarray(h), GUESSES)
 
     def end_step(self) -> None:
         """The pass has come to its end: from here on it is part of the trace."""
@@ -174,15 +178,13 @@ class Recorder:
 
     def flush(self) -> None:
         """Derive what can be derived, for all tokens of decode that wait for it."""
-        import torch
-
         held, at = self._held, slice(self._tokens - self._held, self._tokens)
         if not held:
             return
-        made_here = {ahead: name for ahead, name in GUESSES.items() if not (self._live and ahead == 1)}
+        made_here = {ahead: name for ahead, name in GUESSES.items() if not (self._handed and ahead == 1)}
         for layer in range(self.n_layers):
             self._count_active(at, layer, self._active[layer, :held])
-            self._guess(at, layer, torch.from_numpy(self._h[layer, :held]), made_here)
+            self._guess(at, layer, self._h[layer, :held], made_here)
         self._held = 0
 
     def trace(self, **taken: Any) -> Trace:
@@ -224,16 +226,16 @@ class Recorder:
         self._rows["active_neurons"][at, layer] = np.bitwise_count(active).sum(axis=-1, dtype=np.int32)
         self._rows["active_groups"][at, layer] = np.count_nonzero(active, axis=-1)
 
-    def _guess(self, at: slice, layer: int, h: torch.Tensor, names: dict[int, str]) -> None:
-        """What the routers of the next layers make of this layer's input h [tokens, hidden]."""
+    def _guess(self, at: slice, layer: int, h: np.ndarray, names: dict[int, str]) -> None:
+        """What the routers of the next layers make of this layer's input h [tokens, hidden], rescaled by nothing."""
         if self._routers is None:
             return
-        from nemolab.kernels.router_step import router_step_torch
+        from nemolab.kernels.router_many import router_many
 
-        gates, biases, *limits = self._routers
+        team, gates, biases, *limits = self._routers
         for ahead, name in names.items():
             target = layer + ahead
             if target < self.n_layers:
-                logits = gates[target](h)
-                chosen, _ = router_step_torch(logits, biases[target], self.guesses, *limits, False, 1.0)
-                self._rows[name][at, target] = chosen
+                self._rows[name][at, target] = router_many(
+                    team, gates[target], biases[target], h, self.guesses, *limits
+                )
