@@ -95,8 +95,9 @@ def simulate(
         _check_plot(plot)
 
     recorded = open_trace(trace, n_experts=experts, block_bytes=block_bytes, prefill_warms=prefill_warms)
+    about_model: list[str] = []
     if model is not None:
-        recorded = simulation.join_model(recorded, model)
+        recorded, about_model = simulation.join_model(recorded, model)
     lookups = simulation.from_trace(recorded)
     chosen = budgets if budgets is not None else simulation.default_budgets(lookups)
     rows = simulation.sweep(
@@ -112,6 +113,7 @@ def simulate(
     notes = simulation.list_notes(
         recorded, lookups, chosen, policies, depths, cold=cold, memory_bytes=read_memory().total_bytes
     )
+    notes = about_model + notes
     if budgets is None:
         shares = ", ".join(f"{share:.0%}" for share in simulation.DEFAULT_SHARES)
         notes.insert(0, f"no --budget was given: {shares} of all blocks of this model")

@@ -8,6 +8,7 @@ curve       LRU at all budgets at once
 floor       the budget below which an LRU hits nothing
 advice      cliff, knee, and what a better policy could gain
 notes       what must be read beside a hit rate
+model       whose trace it is, and how large its blocks are
 live        the misses an engine recorded against those of a replay
 measures    how concentrated, repetitive and predictable a routing is; summary: all of them of one trace
 
@@ -20,6 +21,7 @@ from nemolab.simulate.curve import Curve, lru_curve
 from nemolab.simulate.floor import lru_floor, token_cycle, warn_below_floor
 from nemolab.simulate.live import LiveCheck, check_live
 from nemolab.simulate.lookups import DECODE, PREFILL, Lookups, from_batches, from_routing, from_trace
+from nemolab.simulate.model import join_model
 from nemolab.simulate.notes import list_notes
 from nemolab.simulate.replay import POLICY_NAMES, Replay, replay
 from nemolab.simulate.summary import list_facts, measure_trace
@@ -43,6 +45,7 @@ __all__ = [
     "from_batches",
     "from_routing",
     "from_trace",
+    "join_model",
     "list_facts",
     "list_notes",
     "list_points",

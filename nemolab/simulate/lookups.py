@@ -162,6 +162,7 @@ def from_routing(
     starts = np.append(firsts, len(keys)).astype(np.int64)
     saw_token = present.any(axis=1)
     tokens = np.bincount(row_batch[saw_token], minlength=int(row_batch[-1]) + 1 if n_tokens else 0)
+    alone = _stand_alone(step)
     a_row = np.searchsorted(row_batch, numbers)  # any row of the batch knows its step
     token = row_token[a_row]
     return Lookups(
@@ -172,7 +173,7 @@ def from_routing(
         phase=phase[token].astype(np.uint8),
         conversation=conversation[token].astype(np.int32),
         tokens=tokens[numbers].astype(np.int32),
-        guesses=_arrange_guesses(guesses, experts.shape, n_experts, token, numbers % n_layers, tokens[numbers]),
+        guesses=_arrange_guesses(guesses, experts.shape, n_experts, token, numbers % n_layers, alone[token]),
         size_bytes=_spread_sizes(layer_bytes, n_layers, n_experts),
         n_layers=n_layers,
         n_experts=n_experts,
@@ -269,6 +270,12 @@ def _find_steps(phase: np.ndarray, conversation: np.ndarray) -> np.ndarray:
     return np.cumsum(begins) - 1
 
 
+def _stand_alone(step: np.ndarray) -> np.ndarray:
+    """bool (tokens,): steps of one token."""
+    change = np.diff(step) != 0
+    return np.concatenate([[True], change]) & np.concatenate([change, [True]])
+
+
 def _number(step: np.ndarray) -> np.ndarray:
     """0, 1, 2 ... for steps of any numbers."""
     return np.cumsum(np.diff(step, prepend=step[:1]) != 0)
@@ -285,8 +292,8 @@ def _spread_sizes(layer_bytes, n_layers: int, n_experts: int) -> np.ndarray | No
     return np.repeat(np.broadcast_to(sizes, n_layers), n_experts)
 
 
-def _arrange_guesses(guesses, shape, n_experts: int, token, layer, tokens) -> np.ndarray | None:
-    """Guesses as keys by batch; none where several tokens pass a layer at once."""
+def _arrange_guesses(guesses, shape, n_experts: int, token, layer, alone) -> np.ndarray | None:
+    """Guesses as keys by batch; none where a step is several tokens."""
     if guesses is None:
         return None
     guesses = np.asarray(guesses)
@@ -297,7 +304,7 @@ def _arrange_guesses(guesses, shape, n_experts: int, token, layer, tokens) -> np
     _check_range("guesses", guesses, n_experts)
     chosen = guesses[token, layer].astype(np.int64)
     keys = np.where(chosen < 0, -1, chosen + (layer * n_experts)[:, None])
-    keys[tokens != 1] = -1
+    keys[~alone] = -1
     return np.ascontiguousarray(keys, np.int32)
 
 

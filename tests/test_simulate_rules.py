@@ -1,0 +1,144 @@
+"""Replay of raw routing equals a plain reading of the rules, batch by batch: odd routings, prompts, prefetch, starts."""
+
+import numpy as np
+import pytest
+from plain_cache import replay_plainly
+
+from nemolab.policy.core import FIRST, MISSED, USEFUL
+from nemolab.simulate import DECODE, from_routing, lru_curve, lru_floor, replay
+
+CASES = 500
+
+
+def draw_case(seed):
+    """A small routing with what real ones have: layers that saw no token, fewer experts, several tokens a step,
+    conversations that come back, guesses that are right as often as not."""
+    rng = np.random.default_rng(seed)
+    n_tokens, n_layers, n_experts = rng.integers(1, 40), rng.integers(1, 5), int(rng.integers(2, 9))
+    top_k = min(int(rng.integers(1, 4)), n_experts)
+    experts = np.argsort(rng.random((n_tokens, n_layers, n_experts)), axis=2)[:, :, :top_k]
+    if rng.random() < 0.5:
+        experts = np.where(rng.random(experts.shape) < 0.2, experts[0], experts)  # twice in one place, at times
+    if rng.random() < 0.4:
+        experts[rng.random((n_tokens, n_layers)) < 0.15] = -1
+    if rng.random() < 0.3:
+        experts[rng.random(experts.shape) < 0.15] = -1
+    phase, conversation, step = [], [], []
+    while len(phase) < n_tokens:
+        prompt = rng.random() < 0.2
+        length = int(rng.integers(1, 5)) if prompt else 1 + (rng.random() < 0.2)
+        talk = int(rng.integers(0, 4)) if prompt or not phase else conversation[-1]
+        phase += [0 if prompt else 1] * length
+        conversation += [talk] * length
+        step += [(step[-1] if step else 0) + int(rng.integers(1, 3))] * length
+    n_guesses = int(rng.integers(1, 5))
+    guesses = rng.integers(-1, n_experts, (n_tokens, n_layers, n_guesses))
+    right = rng.random((n_tokens, n_layers)) < 0.5
+    shared = min(n_guesses, top_k)
+    guesses[:, :, :shared][right] = experts[:, :, :shared][right]
+    guesses[:, 0] = -1
+    routing = {
+        "experts": experts,
+        "phase": phase[:n_tokens],
+        "conversation": conversation[:n_tokens],
+        "step": step[:n_tokens],
+        "guesses": guesses,
+        "prefill_warms": bool(rng.random() < 0.3),
+    }
+    sizes = rng.integers(1, 5, n_layers).tolist()
+    asked = {"prefetch": int(rng.integers(0, n_guesses + 1)), "cold": bool(rng.random() < 0.5)}
+    return routing, n_experts, sizes, int(rng.integers(0, 60)), asked
+
+
+def run_replay(routing, n_experts, sizes, budget, asked, policy="lru"):
+    """(batches as `replay_plainly` gives them, the lookups)."""
+    lookups = from_routing(**routing, n_experts=n_experts, layer_bytes=sizes)
+    result = replay(lookups, policy, budget_bytes=budget, **asked)
+    batches = []
+    for number, (first, last) in enumerate(zip(lookups.starts[:-1], lookups.starts[1:], strict=True)):
+        outcome = result.outcome[first:last]
+        batches.append(
+            {
+                "step": int(lookups.step[number]),
+                "layer": int(lookups.layer[number]),
+                "lookups": int(last - first),
+                "missed": (lookups.keys[first:last][outcome & MISSED != 0] % n_experts).tolist(),
+                "first": int(np.count_nonzero(outcome & FIRST)),
+                "useful": int(np.count_nonzero(outcome & USEFUL)),
+                "issued": int(result.issued[number]),
+                "wasted": int(result.wasted[number]),
+            }
+        )
+    return batches, lookups
+
+
+def run_plainly(routing, sizes, budget, asked):
+    lists = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in routing.items()}
+    return replay_plainly(**lists, sizes=sizes, budget=budget, depth=asked["prefetch"], cold=asked["cold"])
+
+
+def test_replay_follows_the_rules_batch_by_batch():
+    counted = {"useful": 0, "wasted": 0, "missed": 0}
+    for seed in range(CASES):
+        routing, n_experts, sizes, budget, asked = draw_case(seed)
+        found, _ = run_replay(routing, n_experts, sizes, budget, asked)
+        assert found == run_plainly(routing, sizes, budget, asked), f"case {seed}: {asked}, {budget}, {sizes}"
+        for batch in found:
+            counted["useful"] += batch["useful"]
+            counted["wasted"] += batch["wasted"]
+            counted["missed"] += len(batch["missed"])
+    assert min(counted.values()) > 500, "the cases reach what they are drawn for"
+
+
+@pytest.mark.parametrize(
+    "slip",
+    [
+        dict(prefetch=1),  # one guess fewer or more
+        dict(cold=True),
+        dict(budget=1),
+        dict(prefill_warms=True),
+    ],
+)
+def test_a_replay_of_other_settings_does_not_pass(slip):
+    """The comparison can fail: for each setting some of the cases tell it from the others."""
+    seen = 0
+    for seed in range(60):
+        routing, n_experts, sizes, budget, asked = draw_case(seed)
+        right = run_plainly(routing, sizes, budget, asked)
+        budget += slip.get("budget", 0)
+        changed = asked | {name: value for name, value in slip.items() if name in asked}
+        warms = {"prefill_warms": True} if "prefill_warms" in slip else {}
+        seen += run_replay(routing | warms, n_experts, sizes, budget, changed)[0] != right
+    assert seen >= 5
+
+
+def test_an_lru_of_each_layer_follows_the_rules_on_its_layer():
+    """Layers of other sizes, and layers that never occur, take an equal share of the budget all the same."""
+    for seed in range(150):
+        routing, n_experts, sizes, budget, asked = draw_case(seed)
+        asked |= {"prefetch": 0, "cold": False}
+        found, _ = run_replay(routing, n_experts, sizes, budget, asked, "lru-per-layer")
+        for layer, size in enumerate(sizes):
+            alone = routing | {"experts": routing["experts"][:, layer : layer + 1], "guesses": None}
+            expected = run_plainly(alone, [size], budget // len(sizes), asked)
+            assert [batch | {"layer": 0} for batch in found if batch["layer"] == layer] == expected, f"case {seed}"
+
+
+def test_nothing_hits_up_to_the_floor_whatever_the_routing():
+    hit_above = 0
+    for seed in range(CASES):
+        routing, n_experts, sizes, _, asked = draw_case(seed)
+        lookups = from_routing(**routing, n_experts=n_experts, layer_bytes=sizes)
+        for in_slots, least in zip((True, False), lru_floor(lookups), strict=True):
+            curve = lru_curve(lookups, phase=DECODE, in_slots=in_slots, cold=asked["cold"])
+            assert curve.hits_at(least) == 0, f"case {seed}"
+            hit_above += curve.hits_at(least + 1) > 0
+    assert hit_above > CASES / 10, "and just above it something often does"
+
+
+def test_guesses_of_a_step_of_several_tokens_are_not_used_even_where_a_layer_saw_one():
+    """As in prompts whose last layer is computed for the last token only."""
+    experts = np.array([[[0], [-1]], [[1], [2]], [[3], [3]]])
+    guesses = np.array([[[-1], [7]], [[-1], [2]], [[-1], [3]]])
+    lookups = from_routing(experts, n_experts=8, step=[0, 0, 1], guesses=guesses)
+    assert lookups.guesses.tolist() == [[-1], [-1], [-1], [11]]
