@@ -1,4 +1,4 @@
-"""Replay of raw routing equals a plain reading of the rules, batch by batch: odd routings, prompts, prefetch, starts."""
+"""Replay of raw routing equals a plain reading of the rules, batch by batch: odd routings, prompts, prefetch."""
 
 import numpy as np
 import pytest
