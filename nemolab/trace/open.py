@@ -95,9 +95,9 @@ def recognise(path: Path):
 def _recognise_record(path: Path, line: bytes):
     """By the names in the first object of a file of JSON lines."""
     try:
-        keys = set(parse_line(f"{path}, line 1", line))
+        keys = set(parse_line(line))
     except TraceError as error:
-        raise TraceError(f"{error}. {_known()}") from None
+        raise TraceError(f"{path}, line 1 {error}. {_known()}") from None
     for importer in (token_jsonl, layer_jsonl):
         if keys >= importer.KEYS:
             return importer

@@ -67,9 +67,6 @@ def build_trace(path: Path, told: Told, found: Found, experts: np.ndarray, **arr
         found.notes.append(
             f"{twice:,} of {experts[..., 0].size:,} choices name an expert more than once; each counts as one lookup"
         )
-    ranked = _is_ranked(experts, arrays.get("weights"))
-    if not ranked:
-        found.notes.append("the experts of a token are sorted by number: their rank is not known")
     block_bytes = found.block_bytes
     if told.block_bytes is not None:
         block_bytes = settle_sizes(path, told.block_bytes, n_layers)
@@ -82,7 +79,7 @@ def build_trace(path: Path, told: Told, found: Found, experts: np.ndarray, **arr
         prefill_warms=found.prefill_warms if told.prefill_warms is None else told.prefill_warms,
         source=found.source,
         taken={"kind": "imported", "conversations": found.conversations, "notes": found.notes, **found.facts},
-        ranked=ranked,
+        ranked=_is_ranked(experts, arrays.get("weights")),
     )
     trace = Trace(meta=meta, experts=np.ascontiguousarray(experts, id_type(n_experts)), **arrays)
     try:

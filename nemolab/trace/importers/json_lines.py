@@ -3,74 +3,74 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from nemolab.errors import TraceError
-from nemolab.trace.importers.arrange import shown
+from nemolab.trace.importers.arrange import LARGEST_ID, shown
 
 # The longest honest line known holds 100 layers of 64 experts: 40 kB. A parsed number takes 32 bytes for 2 of the file.
 LINE_LIMIT_BYTES = 1 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number, object) of every line that is not blank. Raises TraceError naming the line."""
+def read_records(path: Path, take: Callable[[dict[str, Any], int], None]) -> None:
+    """Hand every object to `take`, with its line number; blank lines are none.
+
+    Raises TraceError naming the line, for lines that hold no object and for whatever `take` says is wrong with one:
+    its messages go on after "FILE, line N".
+    """
+    number = 0
     with path.open("rb") as file:
-        number = 0
         while line := file.readline(LINE_LIMIT_BYTES + 1):
             number += 1
             if number == 1:
                 line = line.removeprefix(BYTE_ORDER_MARK)
             if line.strip():
-                yield number, parse_line(f"{path}, line {number}", line, file)
+                try:
+                    take(parse_line(line), number)
+                except TraceError as error:
+                    raise TraceError(f"{path}, line {number} {error}") from None
+    if number == 0:
+        raise TraceError(f"{path} is empty: nothing was recorded")
 
 
-def parse_line(where: str, line: bytes, file: BinaryIO | None = None) -> dict[str, Any]:
-    """The object in one line; `file`, where it is read from, tells whether the line is the last."""
+def parse_line(line: bytes) -> dict[str, Any]:
+    """The object in one line. Raises TraceError whose message goes on after the line's name."""
     if len(line) > LINE_LIMIT_BYTES:
-        raise TraceError(f"{where} has more than {LINE_LIMIT_BYTES:,} bytes; one token's choices were expected")
+        raise TraceError(f"has more than {LINE_LIMIT_BYTES:,} bytes; the choices of one token were expected")
     try:
-        parsed = json.loads(line.decode("utf-8"), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+        parsed = _DECODER.decode(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise TraceError(f"{where} is not UTF-8 at byte {error.start}") from None
+        raise TraceError(f"is not UTF-8 at byte {error.start}") from None
     except RecursionError:
-        raise TraceError(f"{where} is nested too deeply to be an honest file") from None
-    except _NotPlainError as error:
-        raise TraceError(f"{where} {error}") from None
+        raise TraceError("is nested too deeply to be an honest file") from None
     except ValueError as error:
-        cut = file is not None and not line.endswith(b"\n")
-        raise TraceError(
-            f"{where} is not valid JSON{': the file is cut off' if cut else ''} ({str(error)[:80]})"
-        ) from None
+        cut = "" if line.endswith(b"\n") else ": the file is cut off"
+        raise TraceError(f"is not valid JSON{cut} ({str(error)[:80]})") from None
     if not isinstance(parsed, dict):
-        raise TraceError(f"{where} is {shown(parsed)}; an object {{...}} was expected")
+        raise TraceError(f"is {shown(parsed)}; an object {{...}} was expected")
     return parsed
 
 
-def whole_number(where: str, record: dict[str, Any], key: str) -> int:
+def whole_number(record: dict[str, Any], key: str) -> int:
     """A number from 0 to 2^31 - 1 under a key; true is not one."""
-    if key not in record:
-        raise TraceError(f"{where} has no {key!r}; it has {shown(sorted(record))}")
-    value = record[key]
+    value = record.get(key)
     if type(value) is not int or not 0 <= value < 2**31:
-        raise TraceError(f"{where}: {key!r} is {shown(value)}; a whole number from 0 up was expected")
+        found = f"is {shown(value)}" if key in record else f"is missing, there are {shown(sorted(record))}"
+        raise TraceError(f"{key!r} {found}; a whole number from 0 up was expected")
     return value
 
 
-def check_ids(where: str, ids: object) -> list[int]:
+def check_ids(key: str, ids: object) -> list[int]:
     """A list of experts' numbers, not empty."""
     if not isinstance(ids, list) or not ids:
-        raise TraceError(f"{where} is {shown(ids)}; a list of experts was expected")
-    if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) > 2**31 - 2:
-        wrong = next(item for item in ids if type(item) is not int or not 0 <= item <= 2**31 - 2)
-        raise TraceError(f"{where} holds {shown(wrong)}; experts are whole numbers from 0 up")
+        raise TraceError(f"{key!r} is {shown(ids)}; a list of experts was expected")
+    if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) > LARGEST_ID:
+        wrong = next(item for item in ids if type(item) is not int or not 0 <= item <= LARGEST_ID)
+        raise TraceError(f"{key!r} holds {shown(wrong)}; experts are whole numbers from 0 up")
     return ids
-
-
-class _NotPlainError(Exception):
-    pass
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -79,10 +79,13 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise _NotPlainError(f"names {shown(key)} twice; each name may occur once")
+                raise TraceError(f"names {shown(key)} twice; each name may occur once")
             seen.add(key)
     return result
 
 
 def _refuse_constant(name: str) -> None:
-    raise _NotPlainError(f"holds {name}, which JSON does not know; numbers were expected")
+    raise TraceError(f"holds {name}, which JSON does not know; numbers were expected")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)

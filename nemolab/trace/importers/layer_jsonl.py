@@ -9,7 +9,6 @@ may be missing, from all lines. Every token is a step of its own, of decode.
 
 from __future__ import annotations
 
-import math
 from array import array
 from pathlib import Path
 from typing import Any
@@ -18,59 +17,62 @@ import numpy as np
 
 from nemolab.errors import TraceError
 from nemolab.trace.importers.arrange import Found, Told, all_decode, build_trace, shown
-from nemolab.trace.importers.json_lines import check_ids, read_lines, whole_number
+from nemolab.trace.importers.json_lines import check_ids, read_records, whole_number
 from nemolab.trace.trace import Trace
 
 NAME = "jsonl layer_idx/token_idx"
 LAYOUT = 'JSON lines {"layer_idx", "token_idx", "selected_ids", "gate_weights"}, one a token and layer'
 KEYS = frozenset({"layer_idx", "token_idx", "selected_ids"})
+LARGEST = 3e38  # float32 ends just above
 
 
 def read(path: Path, told: Told) -> Trace:
     """Raises TraceError naming the line and what is wrong with it."""
-    lines, layers, tokens, ids, weights = array("q"), array("i"), array("i"), array("i"), array("d")
-    top_k, weighted = 0, False
-    for line, record in read_lines(path):
-        where = f"{path}, line {line}"
-        layers.append(whole_number(where, record, "layer_idx"))
-        tokens.append(whole_number(where, record, "token_idx"))
-        chosen = check_ids(f"{where}: 'selected_ids'", record.get("selected_ids"))
-        gate = record.get("gate_weights")
-        if not lines:
-            top_k, weighted = len(chosen), gate is not None
-        if len(chosen) != top_k:
-            raise TraceError(f"{where} has {len(chosen)} experts; the lines before have {top_k}")
-        if (gate is not None) != weighted:
-            raise TraceError(f"{where} {'lacks' if weighted else 'has'} 'gate_weights', unlike the lines before")
-        if weighted:
-            weights.extend(_check_weights(where, gate, top_k))
-        lines.append(line)
-        ids.extend(chosen)
-    if not lines:
+    lines = _Lines()
+    read_records(path, lines.take)
+    if not lines.ids:
         raise TraceError(f"{path} holds no record: nothing was recorded")
-    order, numbers, first = _order(path, *(np.frombuffer(part, part.typecode) for part in (lines, layers, tokens)))
+    order, numbers, first = _order(
+        path, *(np.frombuffer(part, np.int32) for part in (lines.line, lines.layer, lines.token))
+    )
 
     def place(values: array) -> np.ndarray:
-        by_layer = np.frombuffer(values, values.typecode).reshape(-1, top_k)[order].reshape(len(numbers), -1, top_k)
-        return by_layer.transpose(1, 0, 2)
+        by_layer = np.frombuffer(values, values.typecode).reshape(-1, lines.top_k)[order]
+        return np.ascontiguousarray(by_layer.reshape(len(numbers), -1, lines.top_k).transpose(1, 0, 2))
 
-    experts = place(ids)
     found = Found(NAME, path.stem)
     if numbers.tolist() != list(range(len(numbers))):
         found.notes.append(f"layers {shown(numbers.tolist())} are counted from 0 in order")
-    gates = np.ascontiguousarray(place(weights), np.float32) if weighted else None
-    return build_trace(path, told, found, experts, weights=gates, **all_decode(len(experts), first))
+    experts, weights = place(lines.ids), place(lines.weights) if lines.weights else None
+    return build_trace(path, told, found, experts, weights=weights, **all_decode(len(experts), first))
 
 
-def _check_weights(where: str, gate: Any, top_k: int) -> list[float]:
-    if not isinstance(gate, list) or len(gate) != top_k:
-        raise TraceError(f"{where}: 'gate_weights' is {shown(gate)}; {top_k} numbers were expected")
-    for value in gate:
-        if type(value) not in (int, float) or not -3e38 < value < 3e38 or not math.isfinite(value):
-            raise TraceError(
-                f"{where}: 'gate_weights' holds {shown(value)}; numbers that float32 can hold were expected"
-            )
-    return gate
+class _Lines:
+    """All records so far, one after another, and the lines they stand on."""
+
+    def __init__(self):
+        self.line, self.layer, self.token, self.ids = (array("i") for _ in range(4))
+        self.weights, self.top_k = array("f"), 0
+
+    def take(self, record: dict[str, Any], line: int) -> None:
+        layer, token = whole_number(record, "layer_idx"), whole_number(record, "token_idx")
+        ids, weights = check_ids("selected_ids", record.get("selected_ids")), record.get("gate_weights")
+        if not self.ids:
+            self.top_k = len(ids)
+        elif (weights is not None) != bool(self.weights):
+            raise TraceError(f"{'lacks' if weights is None else 'has'} 'gate_weights', unlike the lines before")
+        if len(ids) != self.top_k:
+            raise TraceError(f"has {len(ids)} experts; the lines before have {self.top_k}")
+        if weights is not None:
+            if not isinstance(weights, list) or len(weights) != self.top_k:
+                raise TraceError(f"'gate_weights' is {shown(weights)}; {self.top_k} numbers were expected")
+            if not set(map(type, weights)) <= {int, float} or min(weights) < -LARGEST or max(weights) > LARGEST:
+                raise TraceError(f"'gate_weights' is {shown(weights)}; numbers that a float32 can hold were expected")
+            self.weights.extend(weights)
+        self.line.append(line)
+        self.layer.append(layer)
+        self.token.append(token)
+        self.ids.extend(ids)
 
 
 def _order(path: Path, lines: np.ndarray, layers: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:

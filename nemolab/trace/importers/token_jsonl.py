@@ -11,12 +11,13 @@ from __future__ import annotations
 from array import array
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from nemolab.errors import TraceError
 from nemolab.trace.importers.arrange import Found, Told, all_decode, build_trace, shown
-from nemolab.trace.importers.json_lines import check_ids, read_lines, whole_number
+from nemolab.trace.importers.json_lines import check_ids, read_records, whole_number
 from nemolab.trace.trace import Trace
 
 NAME = "jsonl tok/layers"
@@ -26,27 +27,36 @@ KEYS = frozenset({"tok", "layers"})
 
 def read(path: Path, told: Told) -> Trace:
     """Raises TraceError naming the line and what is wrong with it."""
-    ids, first, token, shape = array("i"), 0, -1, (0, 0)
-    for line, record in read_lines(path):
-        where = f"{path}, line {line}"
-        number = whole_number(where, record, "tok")
-        layers = record.get("layers")
-        if not isinstance(layers, list) or not layers or not all(isinstance(layer, list) for layer in layers):
-            raise TraceError(f"{where}: 'layers' is {shown(layers)}; a list of lists of experts was expected")
-        if not ids:
-            first, token, shape = number, number - 1, (len(layers), len(layers[0]))
-        if number != token + 1:
-            verb = "jumps" if number > token else "falls" if number < token else "stays"
-            raise TraceError(
-                f"{where}: 'tok' {verb} from {token} to {number}; each follows the one before: give every conversation"
-                " a file of its own"
-            )
-        if len(layers) != shape[0] or any(len(layer) != shape[1] for layer in layers):
-            found = f"{len(layers)} layers of {sorted({len(layer) for layer in layers})[:4]} experts"
-            raise TraceError(f"{where} has {found}; the lines before have {shape[0]} layers of {shape[1]}")
-        ids.extend(check_ids(f"{where}: 'layers'", list(chain.from_iterable(layers))))
-        token = number
-    if not ids:
+    lines = _Lines()
+    read_records(path, lines.take)
+    if not lines.ids:
         raise TraceError(f"{path} holds no record: nothing was recorded")
-    experts = np.frombuffer(ids, np.int32).reshape(-1, *shape)
-    return build_trace(path, told, Found(NAME, path.stem), experts, **all_decode(len(experts), first))
+    experts = np.frombuffer(lines.ids, np.int32).reshape(-1, *lines.shape)
+    return build_trace(path, told, Found(NAME, path.stem), experts, **all_decode(len(experts), lines.first))
+
+
+class _Lines:
+    """ids of all tokens so far, as they stand in the file; shape is (layers, top_k) of the first."""
+
+    def __init__(self):
+        self.ids, self.first, self.last, self.shape = array("i"), 0, -1, (0, 0)
+
+    def take(self, record: dict[str, Any], line: int) -> None:
+        number, layers = whole_number(record, "tok"), record.get("layers")
+        if not isinstance(layers, list) or not layers or not all(isinstance(layer, list) for layer in layers):
+            raise TraceError(f"'layers' is {shown(layers)}; a list of lists of experts was expected")
+        if not self.ids:
+            self.first, self.last, self.shape = number, number - 1, (len(layers), len(layers[0]))
+        if number != self.last + 1:
+            raise TraceError(
+                f"'tok' goes from {self.last} to {number}; each follows the one before: give every conversation a"
+                " file of its own"
+            )
+        lengths = set(map(len, layers))
+        if len(layers) != self.shape[0] or lengths != {self.shape[1]}:
+            raise TraceError(
+                f"has {len(layers)} layers of {shown(sorted(lengths))} experts; the lines before have {self.shape[0]}"
+                f" of {self.shape[1]}"
+            )
+        self.ids.extend(check_ids("layers", list(chain.from_iterable(layers))))
+        self.last = number
