@@ -3,8 +3,8 @@
 experts [T, n] = the n largest of sigmoid(W h) + bias within the limit of groups     W [E, X] float32, h [T, X]
 
 Reads W once for all tokens of a thread, in stretches of rows that stay in its cache, and h once a stretch. Each logit
-is the sum that `matvec` makes for one token, in the same order, and each choice the one that `RouterStep` makes of it. So
-guesses that were made in bulk, afterwards, are those that a prefetching engine makes on the way.
+is the sum that `matvec` makes for one token, in the same order, and each choice that of `RouterStep`. So guesses that
+were made in bulk, afterwards, are those that a prefetching engine makes on the way.
 """
 
 from __future__ import annotations

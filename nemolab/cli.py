@@ -10,7 +10,7 @@ import traceback
 import click
 
 from nemolab import __version__
-from nemolab.commands import bench, chat, compare, doctor, plan, repack, run, simulate, synth
+from nemolab.commands import bench, chat, compare, doctor, plan, repack, run, simulate, synth, trace
 from nemolab.commands.verb import Settings, shared_options
 from nemolab.errors import NemolabError, UsageError
 
@@ -63,6 +63,7 @@ for command in (
     repack.verify,
     compare.compare,
     chat.chat,
+    trace.trace,
     simulate.simulate,
     run.run,
     run.lab,

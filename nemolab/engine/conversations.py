@@ -5,17 +5,20 @@ Each conversation has a state of its own; the expert cache is carried on from on
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from nemolab import __version__
 from nemolab.engine.engine import Engine
+from nemolab.engine.phases import subtract_stats
 from nemolab.engine.scripts import Script, Text
 from nemolab.errors import EngineError, TraceError
 from nemolab.progress import Progress
-from nemolab.trace import PREFILL, Recorder, Trace
+from nemolab.trace import PHASES, PREFILL, Recorder, Trace
 
 
 def record_chats(
@@ -42,7 +45,7 @@ def record_chats(
     for script in scripts:  # what cannot begin is said before anything runs
         _check_begin(engine, script, max_tokens, think)
     most = sum(len(script.turns) for script in scripts) * max_tokens
-    with engine.record(token_ids=token_ids) as recorder:
+    with _recording(engine, token_ids) as (recorder, taken):
         asked = written = 0
         for script in scripts:
             talk = _Talk(engine, script, think, recorder)
@@ -55,7 +58,7 @@ def record_chats(
         if progress:
             progress(written, written)
     settings = {"max_tokens": max_tokens, "think": think, "seed": seed, **sampling}
-    return recorder.trace(kind="chat", answers=asked, **settings)
+    return recorder.trace(kind="chat", answers=asked, **settings, **taken)
 
 
 def record_texts(
@@ -79,7 +82,7 @@ def record_texts(
             raise EngineError(f"{text.where}: {len(ids)} tokens; this model takes {limit}: set a maximum of tokens")
         all_ids.append((text.name, ids))
     total, done = sum(len(ids) for _, ids in all_ids), 0
-    with engine.record(token_ids=token_ids) as recorder:
+    with _recording(engine, token_ids) as (recorder, taken):
         for name, ids in all_ids:
             recorder.begin(name)
             state = engine.new_state()
@@ -91,7 +94,7 @@ def record_texts(
             done += len(ids)
             if progress:
                 progress(done, total)
-    return recorder.trace(kind="text", max_tokens=max_tokens)
+    return recorder.trace(kind="text", max_tokens=max_tokens, **taken)
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,7 @@ def feed_again(engine: Engine, trace: Trace, *, progress: Progress | None = None
     bounds = [0, *(np.flatnonzero(np.diff(trace.step)) + 1).tolist(), trace.n_tokens]
     names = trace.meta.taken.get("conversations", [])
     states: dict[int, Any] = {}
-    with engine.record() as recorder:
+    with _recording(engine, token_ids=True) as (recorder, taken):
         for first, last in zip(bounds, bounds[1:], strict=False):
             number, ids = int(trace.conversation[first]), trace.token_ids[first:last].tolist()
             if number not in states:
@@ -149,9 +152,60 @@ def feed_again(engine: Engine, trace: Trace, *, progress: Progress | None = None
                     engine.step(token, state)
             if progress:
                 progress(last, trace.n_tokens)
-    fed = recorder.trace(kind=trace.meta.taken.get("kind", "imported"), fed_again=True)
+    fed = recorder.trace(kind=trace.meta.taken.get("kind", "imported"), fed_again=True, **taken)
     differing = (fed.experts != trace.experts).any(axis=(1, 2))
     return FedAgain(fed, int(differing.sum()))
+
+
+def summarise(trace: Trace) -> dict[str, Any]:
+    """What was recorded, and what the engine's own cache counted meanwhile.
+
+    returns  model, tokens {prefill, decode}, conversations (how many), by_conversation, cache, and stats: for each
+             phase and `all`, lookups, hits, misses, hit_rate (0 to 1, None without lookups), reads_per_token ...
+    """
+    counts = trace.meta.taken["stats"]
+    counts = counts | {"all": {name: sum(found[name] for found in counts.values()) for name in counts[PHASES[0]]}}
+    by_phase = np.stack([trace.phase == phase for phase in range(len(PHASES))])
+    told = trace.meta.taken["conversations"]
+    return {
+        "model": trace.meta.model,
+        "tokens": _count_tokens(by_phase),
+        "conversations": len(told),
+        "by_conversation": [
+            {"name": name, **_count_tokens(by_phase & (trace.conversation == number))}
+            for number, name in enumerate(told)
+        ],
+        "cache": trace.meta.taken["cache"],
+        "stats": {phase: _rates(found) for phase, found in counts.items()},
+    }
+
+
+def _count_tokens(by_phase: np.ndarray) -> dict[str, int]:
+    return dict(zip(PHASES, by_phase.sum(axis=1).tolist(), strict=True))
+
+
+def _rates(counts: dict[str, int]) -> dict[str, Any]:
+    tokens, lookups = counts["tokens"], counts["lookups"]
+    return counts | {
+        "hit_rate": counts["hits"] / lookups if lookups else None,
+        "reads_per_token": counts["reads"] / tokens if tokens else None,
+        "bytes_per_token": counts["bytes_read"] / tokens if tokens else None,
+    }
+
+
+@contextmanager
+def _recording(engine: Engine, token_ids: bool) -> Iterator[tuple[Recorder, dict[str, Any]]]:
+    """A recording, and what to write down beside it once it has ended: who took it and what the cache counted."""
+    taken: dict[str, Any] = {"version": __version__}
+    with engine.record(token_ids=token_ids) as recorder:
+        before = engine.stats()
+        yield recorder, taken
+        done = subtract_stats(before, engine.stats())
+    # Without times: a trace taken once more is the same file.
+    taken["stats"] = {
+        phase: {name: count for name, count in counts.items() if isinstance(count, int)}
+        for phase, counts in done.items()
+    }
 
 
 class _Talk:

@@ -1,6 +1,6 @@
 """Routing traces: what was chosen, guessed, active and missed for every token; one file, one frame, one recorder."""
 
-from nemolab.trace.file import is_trace, read_trace, write_trace
+from nemolab.trace.file import check_target, is_trace, read_trace, write_trace
 from nemolab.trace.open import open_trace
 from nemolab.trace.recorder import Recorder, Routers, count_guesses
 from nemolab.trace.trace import DECODE, PHASES, PREFILL, Trace, TraceMeta
@@ -13,6 +13,7 @@ __all__ = [
     "Routers",
     "Trace",
     "TraceMeta",
+    "check_target",
     "count_guesses",
     "is_trace",
     "open_trace",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,24 @@ def read_trace(path: str | Path) -> Trace:
     except TraceError as problem:
         raise TraceError(f"{path}: {problem}") from None
     return trace
+
+
+def check_target(path: str | Path) -> None:
+    """Whether a trace can be written there, before anything long runs.
+
+    Raises TraceError where the folder is missing or may not be written to, and where the name is that of something else
+    than a trace: it would be lost.
+    """
+    path = Path(path)
+    folder = path.parent
+    if not folder.is_dir():
+        raise TraceError(f"{path}: {folder} is no folder; make it first, or write the trace elsewhere")
+    if path.is_dir():
+        raise TraceError(f"{path} is a folder; a file name for the trace was expected")
+    if (path.exists() or path.is_symlink()) and not is_trace(path):
+        raise TraceError(f"{path} exists and is no trace; choose another name or remove it first")
+    if not os.access(folder, os.W_OK):
+        raise TraceError(f"{path}: {folder} may not be written to")
 
 
 def is_trace(path: str | Path) -> bool:
