@@ -1,4 +1,4 @@
-"""Hit rate against the size of a cache: the whole LRU curve, other policies as points, the floor."""
+"""Hit rate against the size of a cache: the whole LRU curve, other policies as points, Belady's gap, the floor."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -52,6 +52,8 @@ def plot_curve(
     rates = np.concatenate([[0], curve["hit_rate"], curve["hit_rate"].tail(1)]) * 100
     if len(curve):
         ax.step(along, rates, where="post", color=COLOURS["lru"], label="lru, every size")
+    if points is not None and len(curve):
+        _shade_gap(ax, along, rates, points, step)
     for (policy, depth), found in points.groupby(["policy", "prefetch"], sort=False) if points is not None else ():
         found = found.sort_values("size")
         colour, ahead = COLOURS.get(policy, BLACK), f", prefetch {depth}" if depth else ""
@@ -71,3 +73,14 @@ def plot_curve(
     if ax.get_legend_handles_labels()[1]:
         ax.legend(loc="lower right", fontsize=8)
     return figure
+
+
+def _shade_gap(ax, along: np.ndarray, rates: np.ndarray, points: "pd.DataFrame", step: float) -> None:
+    """Between the LRU curve and the optimum without prefetch: what a better policy could gain at most."""
+    best = points[(points["policy"] == "belady") & (points["prefetch"] == 0)].sort_values("size")
+    if len(best) > 1:
+        sizes = best["size"].to_numpy() / step
+        grid = np.unique([*sizes, *along[(along > sizes[0]) & (along < sizes[-1])]])
+        lru = rates[np.searchsorted(along, grid, side="right") - 1]
+        optimum = np.interp(grid, sizes, 100 * best["hit_rate"])
+        ax.fill_between(grid, lru, optimum, color="#F0F0F0", lw=0, zorder=0, label="Belady's gap")
