@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import nbformat
@@ -68,8 +68,8 @@ def find_notebooks(folder: Path | None = None, only: str | None = None) -> list[
 def find_trace(named: str | Path = "", model: str | Path = "") -> Path:
     """The trace a notebook looks at: the one named, else `NEMOLAB_TRACE`, else one of the model.
 
-    That is the shipped one for the shipped model; of another model the shipped conversations are held and recorded
-    once, ANSWER_TOKENS an answer, and the trace is kept in the cache folder beside the model's store.
+    That is the shipped one for the shipped model. Of another model the first answer of each shipped conversation is
+    recorded, once, up to ANSWER_TOKENS of each, and the trace is kept in the cache folder.
     """
     chosen = str(named) or os.environ.get("NEMOLAB_TRACE", "")
     if chosen:
@@ -93,6 +93,7 @@ def _record(model: Path, target: Path) -> None:
     from nemolab.trace import write_trace
 
     scripts = read_prompts(paths.traces_folder() / SHIPPED_PROMPTS)
+    scripts = [replace(script, messages=script.messages[: script.turns[0]]) for script in scripts]
     say(f"no trace of {paths.shown(model)} yet: recording {len(scripts)} conversations (once)")
     target.parent.mkdir(parents=True, exist_ok=True)
     with Engine(model) as engine:

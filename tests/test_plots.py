@@ -5,6 +5,7 @@ import matplotlib
 matplotlib.use("agg")
 
 import matplotlib.pyplot as plt  # noqa: E402
+import numpy as np  # noqa: E402
 import pandas as pd  # noqa: E402
 import pytest  # noqa: E402
 
@@ -29,6 +30,28 @@ POINTS = pd.DataFrame(
         "kind": ["engine", "engine", "control"],
     }
 )
+READS = pd.DataFrame(
+    {
+        "guesser": ["router's guesses"] * 3 + ["perfect guesses"] * 2,
+        "prefetch": [0, 1, 2, 0, 1],
+        "on_demand": [20.0, 17.0, 15.0, 20.0, 15.0],
+        "used": [0.0, 3.0, 5.0, 0.0, 5.0],
+        "unused": [0.0, 1.0, 4.0, 0.0, 0.0],
+    }
+)
+CURVE = pd.DataFrame({"size": [4, 6, 9], "hit_rate": [0.2, 0.5, 0.8]})
+POLICIES = pd.DataFrame(
+    {
+        "policy": ["lfu", "lfu", "belady", "belady"],
+        "prefetch": 0,
+        "size": [3, 8, 3, 8],
+        "hit_rate": [0.1, 0.6, 0.4, 0.9],
+    }
+)
+COUNTS = np.array([[40, 10, 0, 0], [30, 10, 10, 0]])
+REPEATS = {"this trace": [0.5, 0.3], "shuffled tokens": [0.2, 0.1], "even routing": [0.1, 0.1]}
+REUSE = (np.array([1, 2, 4, 8]), np.array([0, 10, 30]), 5)
+RIGHT = {"1 layer ahead": np.array([0.9, 0.7]), "shuffled guesses": np.array([0.2, 0.2])}
 CACHE = pd.DataFrame({"share": [0.1, 1.0], "hit_rate": [0.2, 0.9], "mb_per_token": [3.0, 0.1]})
 FIGURES = {
     "parts": lambda: plots.plot_parts(SUMS),
@@ -36,6 +59,10 @@ FIGURES = {
     "blocks": lambda: plots.plot_blocks([BlockLayout("source", 48, 32), BlockLayout("neuron", 48, 32)]),
     "agreement": lambda: plots.plot_agreement(POINTS, 1e-6, 0.1),
     "cache": lambda: plots.plot_cache(CACHE),
+    "curve": lambda: plots.plot_curve(CURVE, POLICIES, in_slots=True, floor=3, marks={"knee": 6}, whole=10),
+    "routing": lambda: plots.plot_routing(COUNTS, REPEATS, REUSE, RIGHT, floor_blocks=4),
+    "routing without guesses": lambda: plots.plot_routing(COUNTS, REPEATS, REUSE, {}, floor_blocks=4),
+    "prefetch": lambda: plots.plot_prefetch(READS),
 }
 
 
@@ -92,3 +119,43 @@ def test_every_colour_is_a_colour():
     from matplotlib.colors import is_color_like
 
     assert all(is_color_like(colour) for colour in plots.COLOURS.values())
+
+
+def test_reads_are_stacked_to_all_that_is_read():
+    left, right = plots.plot_prefetch(READS).axes
+    tops = {}
+    for bar in left.patches:
+        middle = bar.get_x() + bar.get_width() / 2
+        tops[round(middle)] = max(tops.get(round(middle), 0), bar.get_y() + bar.get_height())
+    assert tops == {0: 20.0, 1: 21.0, 2: 24.0}, "the first guesser's rows"
+    solid = [line.get_ydata().tolist() for line in right.lines if line.get_linestyle() == "-"]
+    assert solid == [[20.0, 17.0, 15.0], [20.0, 15.0]]
+    assert left.get_ylim()[0] == 0 and left.get_ylim()[1] >= 24
+
+
+def test_a_trace_without_guesses_has_no_empty_panel():
+    with_guesses, without = (plots.plot_routing(COUNTS, REPEATS, REUSE, right, floor_blocks=4) for right in (RIGHT, {}))
+    assert [len(figure.axes) for figure in (with_guesses, without)] == [4, 3]
+    assert all(ax.lines or ax.patches for figure in (with_guesses, without) for ax in figure.axes)
+
+
+def test_the_hottest_quarter_is_read_off_the_curve():
+    ax = plots.plot_routing(COUNTS, REPEATS, REUSE, {}, floor_blocks=0).axes[0]
+    (curve, even, dot) = ax.lines
+    assert curve.get_ydata().tolist() == [0, 40, 70, 80, 90, 100, 100, 100, 100]
+    assert dot.get_xydata().tolist() == [[25.0, 70.0]] and even.get_ydata().tolist() == [0, 100]
+
+
+def test_reuse_bars_are_shares_of_all_lookups():
+    ax = plots.plot_routing(COUNTS, REPEATS, REUSE, {}, floor_blocks=4).axes[2]
+    assert sum(bar.get_height() for bar in ax.patches) == pytest.approx(100)
+    assert len(ax.get_xticklabels()) == 4 and ax.get_xticklabels()[-1].get_text() == "first\nuse"
+
+
+def test_the_gap_reaches_from_the_steps_of_the_curve_to_the_optimum():
+    (ax,) = FIGURES["curve"]().axes
+    (gap,) = [area for area in ax.collections if area.get_label() == "Belady's gap"]
+    edge = {tuple(point) for point in gap.get_paths()[0].vertices.round(6).tolist()}
+    assert {(3, 0), (3, 40), (8, 50), (8, 90), (6, 50), (4, 20)} <= edge, "lower edge: what an LRU hits at that size"
+    (bare,) = plots.plot_curve(CURVE, POLICIES[:2], in_slots=True).axes
+    assert not bare.collections, "no optimum, no gap"

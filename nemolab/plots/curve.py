@@ -71,7 +71,7 @@ def plot_curve(
         ylim=(0, 102),
     )
     if ax.get_legend_handles_labels()[1]:
-        ax.legend(loc="lower right", fontsize=8)
+        ax.legend(loc="lower right", fontsize=8, frameon=True, framealpha=0.9, edgecolor="none")
     return figure
 
 

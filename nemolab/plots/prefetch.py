@@ -29,8 +29,8 @@ def plot_prefetch(rows: "pd.DataFrame") -> Figure:
         bottom = bottom + own[column]
     left.axhline(own["on_demand"].iloc[0], ls="--", lw=1, color=QUIET)
     left.set(title=f"Reads: {guessers[0]}", xlabel="guesses read ahead for each layer (number)")
-    left.set_ylabel("blocks read per decoded token (number)")
-    left.set_ylim(0, 1.3 * bottom.max())
+    left.set_ylabel("blocks read a token (number)")
+    left.set_ylim(0, 1.05 * rows[["on_demand", "used", "unused"]].sum(axis=1).max())
     left.legend(fontsize=8, loc="upper left")
     for guesser in guessers:
         theirs = rows[rows["guesser"] == guesser]
@@ -40,5 +40,5 @@ def plot_prefetch(rows: "pd.DataFrame") -> Figure:
     right.set(title="On demand (solid) and in all (dashed)", xlabel="guesses read ahead for each layer (number)")
     right.legend(fontsize=8, loc="upper left")
     for ax in (left, right):
-        ax.xaxis.get_major_locator().set_params(integer=True)
+        ax.set_xticks(range(int(rows["prefetch"].max()) + 1))
     return figure

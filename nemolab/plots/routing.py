@@ -59,7 +59,7 @@ def _draw_repeats(ax, repeats: Mapping[str, Sequence[float]]) -> None:
             ax.bar(layers, values, color=BLUE, width=0.8, label=name)
         else:
             ax.plot(layers, values, color=COLOURS.get(name, QUIET), ls="--", lw=1, marker=".", label=name)
-    ax.set(title="Repetitive?", xlabel="MoE layer (ordinal)", ylabel="experts of the token before too (%)")
+    ax.set(title="Repetitive?", xlabel="MoE layer (ordinal)", ylabel="chosen for the token before (%)")
     ax.set_ylim(0, 1.35 * 100 * max(max(by_layer) for by_layer in repeats.values()))
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.legend(loc="upper right", fontsize=8)
