@@ -1,4 +1,4 @@
-"""The same operators as Triton kernels for CUDA cards from sm_80 up. Importing this package imports neither torch nor triton.
+"""The same operators as Triton kernels for CUDA cards, sm_80 and up. Importing this imports neither torch nor triton.
 
     decode            what a stored byte means, by bit placing: shared by the kernels, never launched itself
     expert_step       routed experts of a token, read where they lie: up, ReLU^2, down

@@ -6,8 +6,8 @@ exponent and mantissa, and the conversion half -> float32 (exact, subnormals too
 | E2M1   | eem -> exponent and mantissa msb | value * 2^-14       |
 | E4M3   | eeeemmm, one place to the left   | value * 2^-8        |
 
-The powers of two are folded into a scale by the caller. The same instructions on every card (sm_80 has no conversion of
-E4M3, none before sm_100 has one of E2M1) and in Triton's interpreter, so the same bits everywhere. E4M3's NaN stays NaN.
+The powers of two are folded into a scale by the caller. The same instructions on every card (sm_80 cannot convert E4M3,
+nothing before sm_100 E2M1) and in Triton's interpreter, so the same bits everywhere. E4M3's NaN stays NaN.
 """
 
 from __future__ import annotations
@@ -20,25 +20,30 @@ E4M3_UNIT = 2.0**8
 
 
 @triton.jit
+def halves_to_float(pairs):
+    """uint32 holding two half floats -> (low, high) as float32."""
+    low = pairs.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    high = (pairs >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    return low, high
+
+
+@triton.jit
 def decode_e2m1(words, place: tl.constexpr):
-    """The code in bits 4 * place .. 4 * place + 3 of int32 words, place 0 to 7 -> float32, value * 2^-14."""
-    if place > 2:
-        magnitude = words >> (4 * place - 9)
+    """The codes in nibbles `place` and `place + 4` (place 0 to 3) of uint32 words -> two float32, value * 2^-14.
+
+    Both at once: what one shift brings to the right place in the lower half of a word, it brings there in the upper.
+    """
+    if place == 3:
+        magnitudes = words >> 3
     else:
-        magnitude = words << (9 - 4 * place)
-    if place > 3:
-        sign = words >> (4 * place - 12)
-    else:
-        sign = words << (12 - 4 * place)
-    # An arithmetic shift's copies of the sign bit lie above what is kept.
-    half = (magnitude & 0x0E00) | (sign & 0x8000)
-    return half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        magnitudes = words << (9 - 4 * place)
+    return halves_to_float((magnitudes & 0x0E000E00) | ((words << (12 - 4 * place)) & 0x80008000))
 
 
 @triton.jit
 def decode_e4m3(codes):
-    """E4M3 in the low byte of int32 (bits above are ignored) -> float32, value * 2^-8."""
+    """E4M3 in the low byte of int32 or uint32 (bits above are ignored) -> float32, value * 2^-8."""
     low = codes & 0x7F
     # 0x7F + 1 carries into bit 7: the exponent of a NaN, and of nothing else, becomes all ones.
     half = (low << 7) | (((low + 1) & 0x80) << 7) | ((codes & 0x80) << 8)
-    return half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return half.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)

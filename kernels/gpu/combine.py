@@ -1,0 +1,88 @@
+"""The token's output from the experts' partial sums, in a fixed order.
+
+out [X] = sum over ranks k of weight_k * scale_2_k * (sum over parts of partial[k, part])
+
+partial float32 [K, P, X] as `expert_step` leaves it (output 8 * w + p stands at p * X/8 + w); weights float32 [K];
+ids int32 [K]; scales_2 float32 [E, 2], down's in column 1; out float32 [X].
+Traffic: 4 * K * P * X bytes read, written just before and mostly still in the L2 cache.
+For each part and output the ranks are added in order, then the parts as a fixed tree: no atomics.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from nemolab.errors import EngineError
+from nemolab.kernels.gpu.decode import E2M1_UNIT, E4M3_UNIT
+
+_BLOCK = 16  # outputs a program: 64 bytes of each row of partial sums
+_DOWN_UNIT = E2M1_UNIT * E4M3_UNIT
+
+
+def combine_torch(partial: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, scales_2: torch.Tensor):
+    """The plain twin; `partial` as the kernel has it, out in natural order."""
+    factors = weights * (scales_2[ids.long(), 1] * _DOWN_UNIT)
+    total = (partial * factors[:, None, None]).sum((0, 1))
+    return total.unflatten(0, (8, -1)).T.flatten()
+
+
+@triton.jit
+def _combine_kernel(
+    partial,
+    weights,
+    ids,
+    scales_2,
+    out,
+    RANKS: tl.constexpr,
+    PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PARTS_2: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DOWN_UNIT: tl.constexpr,
+):
+    # grid: (cdiv(WIDTH, BLOCK),)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    part = tl.arange(0, PARTS_2)
+    inside = (part < PARTS)[:, None] & (column < WIDTH)[None, :]
+    at = partial + part[:, None] * WIDTH + column[None, :]
+    total = tl.zeros([PARTS_2, BLOCK], tl.float32)
+    for rank in tl.static_range(RANKS):
+        factor = tl.load(weights + rank) * (tl.load(scales_2 + 2 * tl.load(ids + rank).to(tl.int64) + 1) * DOWN_UNIT)
+        total = tl.fma(tl.load(at + rank * PARTS * WIDTH, mask=inside, other=0.0), factor, total)
+    output = column % (WIDTH // 8) * 8 + column // (WIDTH // 8)
+    tl.store(out + output, tl.sum(total, 0), mask=column < WIDTH)
+
+
+def combine(
+    partial: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, scales_2: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Same contract as `combine_torch`, into `out`; all on one device and contiguous.
+
+    Raises EngineError where shapes or types do not fit.
+    """
+    ranks, parts, width = partial.shape
+    fits = (weights.shape, ids.shape, out.shape) == ((ranks,), (ranks,), (width,)) and scales_2.shape[1:] == (2,)
+    floats = all(t.dtype == torch.float32 for t in (partial, weights, scales_2, out)) and ids.dtype == torch.int32
+    tensors = (partial, weights, ids, scales_2, out)
+    if not (fits and floats and width % 8 == 0 and all(t.is_contiguous() for t in tensors)):
+        raise EngineError(
+            f"combine: {', '.join(f'{list(t.shape)} {t.dtype}' for t in tensors)}; needed are contiguous float32 "
+            "[K, P, X], [K], int32 [K], float32 [E, 2] and [X], X a multiple of 8"
+        )
+    parts_2 = triton.next_power_of_2(parts)
+    _combine_kernel[(triton.cdiv(width, _BLOCK),)](
+        partial,
+        weights,
+        ids,
+        scales_2,
+        out,
+        RANKS=ranks,
+        PARTS=parts,
+        WIDTH=width,
+        PARTS_2=parts_2,
+        BLOCK=_BLOCK,
+        DOWN_UNIT=_DOWN_UNIT,
+        num_warps=max(1, min(8, parts_2 * _BLOCK // 128)),
+    )

@@ -1,0 +1,124 @@
+"""Memory that a CUDA card reads by itself: ranges of a mapping, page-locked by the driver piece by piece as used.
+
+Not PyTorch's pinned allocator: it rounds every request up to a power of two (`nemolab.system.pinned`). Ordinary pages,
+registered where they lie, cost what they hold, take O_DIRECT reads, and are read in place by kernels under the address
+they have here.
+
+The driver's own interface (libcuda) by ctypes: it is wherever a driver is, whatever toolkit torch was built with, and
+an error it returns is over with the call. The runtime's is not: there, after one failed registration, the next call of
+anybody reports it again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Protocol
+
+from nemolab.errors import StoreError
+from nemolab.units import PAGE_BYTES, show_bytes
+
+CHUNK_BYTES = 64 * 2**20
+_PORTABLE_AND_MAPPED = 1 | 2
+_SAME_ADDRESS_ON_THE_CARD = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+
+
+class Locker(Protocol):
+    """What can page-lock: the driver, or a stand-in for tests. Each returns None, or why it could not."""
+
+    def lock(self, address: int, nbytes: int) -> str | None: ...
+
+    def unlock(self, address: int) -> str | None: ...
+
+
+class Driver:
+    """The CUDA driver for one card, with the context that torch uses too (the card's primary one).
+
+    Raises StoreError without a driver or a card.
+    """
+
+    def __init__(self, device: int = 0):
+        try:
+            self._cuda = ctypes.CDLL("libcuda.so.1")
+        except OSError as problem:
+            raise StoreError(f"no CUDA driver on this machine ({problem})") from None
+        handle, context, same = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_int()
+        for done in (
+            self._call("cuInit", 0),
+            self._call("cuDeviceGet", ctypes.byref(handle), device),
+            self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle),
+            self._call("cuCtxSetCurrent", context),
+            self._call("cuDeviceGetAttribute", ctypes.byref(same), _SAME_ADDRESS_ON_THE_CARD, handle),
+        ):
+            if done is not None:
+                raise StoreError(f"CUDA card {device} cannot be used: {done}")
+        self._copy = self._cuda.cuMemcpyAsync  # types declared once: it is called for every expert of every layer
+        self._copy.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+        if not same.value:
+            raise StoreError(f"CUDA card {device} sees page-locked memory under other addresses than the CPU")
+
+    def lock(self, address: int, nbytes: int) -> str | None:
+        return self._call(
+            "cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _PORTABLE_AND_MAPPED
+        )
+
+    def unlock(self, address: int) -> str | None:
+        return self._call("cuMemHostUnregister", ctypes.c_void_p(address))
+
+    def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
+        """Queue a copy between any two addresses on a stream. Raises StoreError."""
+        status = self._copy(to, source, nbytes, stream)
+        if status:
+            raise StoreError(f"copying {nbytes} bytes from {source:#x} to {to:#x}: {self._name(status)}")
+
+    def _call(self, name: str, *arguments) -> str | None:
+        status = getattr(self._cuda, name)(*arguments)
+        return self._name(status) if status else None
+
+    def _name(self, status: int) -> str:
+        text = ctypes.c_char_p()
+        self._cuda.cuGetErrorName(status, ctypes.byref(text))
+        return text.value.decode() if text.value else f"error {status}"
+
+
+class PageLock:
+    """The page-locked beginning of a range of memory, grown in chunks.
+
+    address, nbytes  a page-aligned range; row_bytes  what no chunk's border may cut (a block: a copy must not span two
+                     registrations)
+    .locked_bytes    so much from the start is page-locked
+    """
+
+    def __init__(self, address: int, nbytes: int, row_bytes: int, locker: Locker, chunk_bytes: int = CHUNK_BYTES):
+        if address % PAGE_BYTES or row_bytes <= 0 or row_bytes % PAGE_BYTES or nbytes % row_bytes:
+            raise StoreError(
+                f"page-locking {nbytes} bytes at {address:#x} in rows of {row_bytes}: whole pages are needed"
+            )
+        self._address, self._nbytes, self._locker = address, nbytes, locker
+        self._chunk_bytes = max(1, chunk_bytes // row_bytes) * row_bytes
+        self._chunks: list[int] = []
+        self.locked_bytes = 0
+
+    def grow(self, wanted_bytes: int) -> str | None:
+        """Page-lock until `wanted_bytes` from the start are. None, or why it stopped: `.locked_bytes` says where.
+
+        A chunk that cannot be locked leaves nothing behind, and the next call tries again.
+        """
+        while self.locked_bytes < min(wanted_bytes, self._nbytes):
+            size = min(self._chunk_bytes, self._nbytes - self.locked_bytes)
+            problem = self._locker.lock(self._address + self.locked_bytes, size)
+            if problem is not None:
+                return f"the driver page-locked {show_bytes(self.locked_bytes)} and no more ({problem})"
+            self._chunks.append(self._address + self.locked_bytes)
+            self.locked_bytes += size
+        return None
+
+    def close(self) -> None:
+        """Unlock everything; nothing on the card may be reading it any more. Closing twice is fine."""
+        problems = []
+        while self._chunks:
+            problem = self._locker.unlock(self._chunks.pop())
+            if problem is not None:
+                problems.append(problem)
+        self.locked_bytes = 0
+        if problems:
+            raise StoreError(f"unlocking {len(problems)} pieces of memory failed: {problems[0]}")
