@@ -147,22 +147,23 @@ def _check_entries(header: Header, facts: dict[str, Any]) -> dict[str, TensorEnt
     for name in REQUIRED:
         if name not in entries:
             raise TraceError(f"{header.path}: {name!r} is missing; it holds {', '.join(sorted(entries)) or 'nothing'}")
-    for name, entry in entries.items():
-        if name not in ARRAYS:
-            raise TraceError(f"{header.path}: {name!r} is no array of a trace; known are {', '.join(ARRAYS)}")
+    for name in entries.keys() - ARRAYS.keys():
+        raise TraceError(f"{header.path}: {name!r} is no array of a trace; known are {', '.join(ARRAYS)}")
+    found = {name: entries[name] for name in ARRAYS if name in entries}
+    for name, entry in found.items():
         types, axes = ARRAYS[name]
         if _TYPES.get(entry.dtype) not in types:
             wanted = " or ".join(_NAMES[dtype] for dtype in types)
             raise TraceError(f"{header.path}: {name} is {entry.dtype}; {wanted} was expected")
         shape = tuple(facts.get(axis, axis) for axis in axes)
         if len(entry.shape) != len(shape) or any(
-            size not in (found, "n") for size, found in zip(shape, entry.shape, strict=True)
+            size not in (stored, "n") for size, stored in zip(shape, entry.shape, strict=True)
         ):
             raise TraceError(
                 f"{header.path}: {name} has shape {entry.shape}; {shape} was expected for {facts['tokens']} tokens, "
                 f"{facts['layers']} layers, top-{facts['top_k']}"
             )
-    return {name: entries[name] for name in ARRAYS if name in entries}
+    return found
 
 
 def _digest(facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> str:

@@ -308,7 +308,9 @@ def _check_steps(trace: Trace) -> None:
 
 
 def _check_range(name: str, values: np.ndarray, low: int, high: int, what: str) -> None:
-    found = int(values.min(initial=low)), int(values.max(initial=low))
+    if not values.size:
+        return
+    found = int(values.min()), int(values.max())
     if found[0] < low or found[1] > high:
         raise TraceError(f"{name} holds {found[0]} to {found[1]}; {what} from {low} to {high} were expected")
 
