@@ -33,6 +33,10 @@ class Header:
     columns: list[str]
     lines: int
 
+    @property
+    def layer_bytes_in_order(self) -> list[int]:
+        return [self.layer_bytes[layer] for layer in sorted(self.layer_bytes)]
+
 
 def read_header(path: Path, file: BinaryIO) -> Header:
     model, layer_bytes, lines = None, {}, 0
@@ -41,6 +45,8 @@ def read_header(path: Path, file: BinaryIO) -> Header:
         lines += 1
         text = line.removeprefix(b"\xef\xbb\xbf").strip() if lines == 1 else line.strip()
         where = f"{path}, line {lines}"
+        if len(line) == LINE_LIMIT_BYTES:
+            raise TraceError(f"{where} has {LINE_LIMIT_BYTES:,} bytes or more; a short line was expected")
         if not line:
             raise TraceError(f"{path} ends within its header: no line names the columns, no rows follow")
         if lines == 1:
@@ -87,7 +93,7 @@ def read_header(path: Path, file: BinaryIO) -> Header:
         )
     columns = text.decode("latin-1").split(",")
     missing = [name for name in REQUIRED if name not in columns]
-    if missing or len(set(columns)) != len(columns) or len(columns) > 1000:
+    if missing or len(set(columns)) != len(columns) or len(columns) > MOST_COLUMNS:
         problem = f"has no {', '.join(missing)}" if missing else "names a column twice, or too many"
         raise TraceError(f"{where}, the line of column names, {problem}: {shown(text.decode('latin-1'), 200)}")
     return Header(

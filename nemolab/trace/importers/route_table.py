@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -12,11 +13,14 @@ import numpy as np
 
 from nemolab.errors import TraceError
 from nemolab.trace.importers.arrange import shown
-from nemolab.trace.importers.route_header import LINE_LIMIT_BYTES, REQUIRED, Header
-from nemolab.trace.importers.route_rows import DONE, FAULT, FULL, SKIP, WEIGHT, parse_rows
+from nemolab.trace.importers.route_header import LINE_LIMIT_BYTES, REQUIRED, SECOND, Header
+from nemolab.trace.importers.route_rows import COMMENT, DONE, FAULT, FULL, SKIP, WEIGHT, parse_rows
 from nemolab.trace.trace import DECODE
 
 OPTIONAL = ("expert_bytes", "dropped")
+KINDS = {
+    "turn": "i4", "phase": "u1", "step": "i4", "layer": "i2", "slot": "i4", "expert": "i4", "weight": "f4", "read": "?",
+}  # fmt: skip
 CHUNK_BYTES = 4 << 20
 
 
@@ -47,22 +51,10 @@ def read_rows(path: Path, file: BinaryIO, header: Header) -> Rows:
     """All rows, checked one by one against the header."""
     wanted = [name for name in (*REQUIRED, *OPTIONAL) if name in header.columns]
     targets = [wanted.index(n) if n in wanted else WEIGHT if n == "weight" else SKIP for n in header.columns]
-    columns = np.array(targets, np.int64)
-    layer_bytes = np.array(
-        [header.layer_bytes[n] for n in range(header.n_layer)] if header.layer_bytes else [], np.int64
-    )
-    kinds = {"turn": "i4", "phase": "u1", "step": "i4", "layer": "i2", "slot": "i4", "expert": "i4"}
-    parts: dict[str, list[np.ndarray]] = {name: [] for name in (*kinds, "weight", "read")}
+    columns, layer_bytes = np.array(targets, np.int64), np.array(list(header.layer_bytes_in_order), np.int64)
+    parts: dict[str, list[np.ndarray]] = {name: [np.empty(0, kind)] for name, kind in KINDS.items()}
     starts, n_rows, line, dropped = [], 0, header.lines + 1, 0
-    carry, last = b"", False
-    while not last:
-        block = file.read(CHUNK_BYTES)
-        last = len(block) < CHUNK_BYTES
-        text = carry + block
-        end = len(text) if last else text.rfind(b"\n") + 1
-        text, carry = text[:end], text[end:]
-        if len(carry) > LINE_LIMIT_BYTES:
-            raise TraceError(f"{path}, line {line + text.count(10)}: longer than {LINE_LIMIT_BYTES:,} bytes")
+    for text, is_last in _read_chunks(path, file):
         room = len(text) // (len(columns) + len(REQUIRED)) + 1
         buffer, at, status = np.frombuffer(text, np.uint8), 0, FULL
         integers, weights = np.empty((len(wanted), room), np.int64), np.empty(room)
@@ -72,23 +64,32 @@ def read_rows(path: Path, file: BinaryIO, header: Header) -> Rows:
                 starts.append((n_rows, line))
                 table = dict(zip(wanted, integers[:, :count], strict=True))
                 _check_rows(path, header, layer_bytes, table, line)
-                for name, kind in kinds.items():
-                    parts[name].append(table[name].astype(kind))
-                if "weight" in header.columns:
-                    parts["weight"].append(_check_weights(path, weights[:count], line))
                 if "expert_bytes" in table:
-                    parts["read"].append(table["expert_bytes"] > 0)
+                    table["read"] = table["expert_bytes"] > 0
+                if "weight" in header.columns:
+                    table["weight"] = _narrow_weights(path, weights[:count], line)
+                for name in KINDS.keys() & table.keys():
+                    parts[name].append(table[name].astype(KINDS[name]))
                 dropped += int(table["dropped"].sum()) if "dropped" in table else 0
                 n_rows, line = n_rows + count, line + count
-            if status == FAULT:
-                at = _skip_blank_end(path, header, text, at, line, last and not carry)
-            elif status not in (DONE, FULL):
-                at = _skip_comment(path, text, at, line)
-                line += 1
-    joined = {name: np.concatenate(part) if part else None for name, part in parts.items()}
-    if not n_rows:
-        joined |= {name: np.empty(0, kind) for name, kind in kinds.items()}
+            if status in (COMMENT, FAULT):
+                at, line = _skip_line(path, header, text, at, line, is_last), line + 1
+    joined = {name: np.concatenate(part) if len(part) > 1 or name in REQUIRED else None for name, part in parts.items()}
     return Rows(**joined, dropped=dropped, starts=starts)
+
+
+def _read_chunks(path: Path, file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
+    """(some whole lines, whether they are the last): only what ends the file may lack its line end."""
+    rest = b""
+    while block := file.read(CHUNK_BYTES):
+        text = rest + block
+        end = text.rfind(b"\n") + 1
+        if end:
+            yield text[:end], False
+        rest = text[end:]
+        if len(rest) > LINE_LIMIT_BYTES:
+            raise TraceError(f"{path} has a line of more than {LINE_LIMIT_BYTES:,} bytes; short rows were expected")
+    yield rest, True
 
 
 def _check_rows(path: Path, header: Header, layer_bytes: np.ndarray, table: dict[str, np.ndarray], line: int) -> None:
@@ -125,7 +126,7 @@ def _check_rows(path: Path, header: Header, layer_bytes: np.ndarray, table: dict
         )
 
 
-def _check_weights(path: Path, weights: np.ndarray, line: int) -> np.ndarray:
+def _narrow_weights(path: Path, weights: np.ndarray, line: int) -> np.ndarray:
     with np.errstate(over="ignore"):
         weights = weights.astype(np.float32)
     if np.isinf(weights).any():
@@ -135,24 +136,23 @@ def _check_weights(path: Path, weights: np.ndarray, line: int) -> np.ndarray:
     return weights
 
 
-def _skip_comment(path: Path, text: bytes, at: int, line: int) -> int:
+def _skip_line(path: Path, header: Header, text: bytes, at: int, line: int, is_last: bool) -> int:
+    """Where the next line begins, after one that is blank or a remark; any other is refused."""
     end = text.find(b"\n", at) + 1 or len(text)
-    if re.match(rb"#\s*(route_trace|model=|layer=)", text[at:end]):
+    if SECOND.match(text, at):
         raise TraceError(f"{path}, line {line} begins a second header: split the files that were joined")
+    if text[at:end].strip() and not text.startswith(b"#", at):
+        _refuse_row(path, header, text[at:end], line, is_last)
     return end
 
 
-def _skip_blank_end(path: Path, header: Header, text: bytes, at: int, line: int, last: bool) -> int:
-    """Past blank lines that end the file; anything else that is no row is refused in words."""
-    if last and not text[at:].strip():
-        return len(text)
-    end = text.find(b"\n", at)
-    cut = last and (end < 0 or not text[end:].strip())
-    row = text[at : end if end >= 0 else len(text)].rstrip(b"\r").decode("latin-1")
+def _refuse_row(path: Path, header: Header, text: bytes, line: int, is_last: bool) -> None:
+    """Say in words why a line is no row."""
+    row = text.rstrip(b"\r\n").decode("latin-1")
     fields, columns = row.split(","), header.columns
     where = f"{path}, line {line}"
     if len(fields) < len(columns):
-        hint = "the file is cut off" if cut else "this row was cut off"
+        hint = "the file is cut off" if is_last else "this row was cut off"
         raise TraceError(f"{where} has {len(fields)} of {len(columns)} fields ({shown(row)}): {hint}")
     if len(fields) > len(columns):
         raise TraceError(f"{where} has {len(fields)} fields; the line of column names has {len(columns)}")

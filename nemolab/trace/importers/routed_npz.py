@@ -93,7 +93,7 @@ def _read_npy_header(path: Path, member: BinaryIO, file_bytes: int) -> tuple[str
     descr = re.search(r"'descr':\s*'([<>|=]?[a-zA-Z]\d{0,3})'", text)
     order = re.search(r"'fortran_order':\s*(True|False)", text)
     shape = re.search(r"'shape':\s*\(([\d, ]*)\)", text)
-    if descr is None and re.search(r"'descr':\s*'\|O'|'descr':\s*\[", text):
+    if re.search(r"'descr':\s*('\|O|\[)", text):
         raise TraceError(f"{where} holds Python objects or records, which are not unpickled; integers were expected")
     if not (descr and order and shape):
         raise TraceError(f"{where} has the header {shown(text.strip(), 120)}; type, order and shape were expected")
