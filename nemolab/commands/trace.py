@@ -101,12 +101,12 @@ COLUMNS = ("tokens", "lookups", "hits", "misses", "hit_rate", "reads_per_token",
 
 def describe(data: dict[str, Any], asked: int) -> str:
     """What was recorded, what the cache did meanwhile, and what to do with it."""
-    tokens, cache = data["tokens"], data["cache"]
+    tokens, cache, count = data["tokens"], data["cache"], data["conversations"]
     head = (
         f"{data['to']}: {tokens['prefill']:,} + {tokens['decode']:,} tokens of {data['model']} in "
-        f"{data['conversations']} conversations, {show_bytes(data['file_bytes'])}"
+        f"{count} conversation{'s' if count > 1 else ''}, {show_bytes(data['file_bytes'])}"
     )
-    if data["conversations"] > asked:
+    if count > asked:
         head += f" ({asked} were asked for: where a template takes back what it showed, the model begins anew)"
     rows = [[phase, *(counts.get(name) for name in COLUMNS)] for phase, counts in data["stats"].items()]
     lines = [head, "", table(["phase", *(name.replace("_", " ") for name in COLUMNS)], rows), ""]
