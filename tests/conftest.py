@@ -23,7 +23,7 @@ def pytest_configure(config):
     # A shell's background job ignores Ctrl-C and hands that on; tests of interrupts need it, here and in children.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    for name in ("NEMOLAB_HOME", "NEMOLAB_MODEL"):
+    for name in ("NEMOLAB_HOME", "NEMOLAB_MODEL", "NEMOLAB_TRACE"):
         os.environ.pop(name, None)
 
 

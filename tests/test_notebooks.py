@@ -8,15 +8,25 @@ import subprocess
 import sys
 from pathlib import Path
 
-import nbformat
-import pytest
+import matplotlib
 
-from nemolab.report import find_headline
+matplotlib.use("agg")
+
+import matplotlib.pyplot as plt  # noqa: E402
+import nbformat  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+from foreign_traces import draw_routing, route_csv, token_lines  # noqa: E402
+
+from nemolab.report import find_headline  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SECTIONS = ["Question", "Method", "Result", "Takeaway"]
-EXPECTED = ["00_start_here", "01_bytes_per_token", "02_repack", "03_is_it_right", "04_chat"]
+EXPECTED = [
+    "00_start_here", "01_bytes_per_token", "02_repack", "03_is_it_right", "04_chat",
+    "05_routing", "06_size_the_cache", "07_prefetch",
+]  # fmt: skip
 
 by_name = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
@@ -163,3 +173,58 @@ def test_an_imports_cell_without_nemolab_says_what_to_do():
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert process.returncode == 1
     assert "has no nemolab: start with `make lab`" in process.stderr.splitlines()[-1]
+
+
+@pytest.fixture
+def run_cells(monkeypatch, capsys):
+    """Run a notebook's code cells here, without a kernel, on a trace: figures, and all that it said."""
+
+    def run(stem: str, trace: Path) -> tuple[list, str]:
+        monkeypatch.setenv("NEMOLAB_TRACE", str(trace))
+        said, figures = [], []
+        monkeypatch.setattr(
+            "IPython.display.display", lambda shown, **_: said.append(str(getattr(shown, "data", shown)))
+        )
+        capsys.readouterr()
+        plt.close("all")
+        namespace = {}
+        with plt.rc_context():
+            for cell in nbformat.read(ROOT / "notebooks" / f"{stem}.ipynb", 4).cells:
+                if cell.cell_type == "code":
+                    exec(compile(cell.source, stem, "exec"), namespace)
+            figures = [plt.figure(number) for number in plt.get_fignums()]
+            plt.close("all")
+        return figures, capsys.readouterr().out + "\n".join(said)
+
+    return run
+
+
+def write_route_trace(path: Path) -> Path:
+    """As another engine records it: a prompt, two block sizes, neither guesses nor token ids."""
+    experts, weights = draw_routing(tokens=46, layers=3, n_experts=16, top_k=2)
+    path.write_text(route_csv(experts, weights, ((6, 40),), n_experts=16))
+    return path
+
+
+def write_bare_trace(path: Path) -> Path:
+    """Sorted ids and nothing else."""
+    experts, _ = draw_routing(tokens=40, layers=3, n_experts=16, top_k=2)
+    path.write_text(token_lines(np.sort(experts)))
+    return path
+
+
+ABSENT = {  # what each says that it cannot show, on a trace without anything optional
+    "05_routing": ["holds no guesses", "one conversation", "does not say how many neurons"],
+    "06_size_the_cache": ["does not say how large", "no live check", "were not compared"],
+    "07_prefetch": ["holds no guesses"],
+}
+
+
+@pytest.mark.parametrize("write", [write_route_trace, write_bare_trace])
+@pytest.mark.parametrize("stem", ABSENT)
+def test_a_foreign_trace_runs_unchanged_and_what_it_lacks_is_said(stem, write, run_cells, tmp_path):
+    figures, said = run_cells(stem, write(tmp_path / "trace.txt"))
+    lacks = ABSENT[stem] if write is write_bare_trace else [line for line in ABSENT[stem] if "how large" not in line]
+    assert [line for line in lacks if line not in said] == []
+    assert len(figures) == 1 and all(ax.lines or ax.patches for ax in figures[0].axes), "a figure with no empty panel"
+    assert not re.search(r"\bnan\b|\bNone\b", said), said
