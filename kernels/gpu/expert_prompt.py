@@ -1,0 +1,178 @@
+"""Routed experts on the tokens of a prompt, on the card, from a ring of NVFP4 blocks.
+
+    results[pair] = scale_2_down * down(relu(scale_2_up * up(x[pair // top_k]))^2)   for the pairs of a batch of experts
+
+    x        bfloat16 [tokens, X]; results float32 [tokens * top_k, X], the batch's rows are written
+    blocks   layout `neuron`, X and I multiples of 16; an address each, of memory on the card: a block is read once for
+             every TOKENS of its tokens (out of the cache after the first), so it should cross the bus before
+
+Two launches, with h (the activations, bfloat16 [pairs of the batch, I]) between them. A block's values are decoded to
+BF16 tiles as code * scale, exactly (two significant bits times four); sums are float32, and the matrices' scales
+multiply those. Rounded to BF16 are x and h, nothing else.
+Traffic: the blocks; 2 * X bytes a pair and I/NEURONS, 2 * I bytes a pair written and read, 4 * X bytes a pair written.
+From a few dozen tokens an expert on the matrix units bound it, below that decoding does: 4 instructions a weight.
+
+A pair's sums run over columns (neurons) in steps of K, in the order of the card's matrix unit; they do not depend on
+which pairs or experts go together.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from nemolab.checkpoint.formats import GROUP
+from nemolab.errors import EngineError
+from nemolab.kernels.expert_prompt import expert_prompt_torch
+from nemolab.kernels.gpu.codes import card_of, e2m1_of_byte, e4m3
+
+__all__ = ["expert_prompt", "expert_prompt_torch"]
+
+_TOKENS, _NEURONS, _OUTPUTS, _K = 64, 64, 128, 64
+
+
+@triton.jit
+def _low_high(byte, low_scale, high_scale, CARD: tl.constexpr):
+    """Both codes of a uint8 times their scales, as BF16."""
+    low, high = e2m1_of_byte(byte, CARD)
+    return (low * (low_scale * 16384.0)).to(tl.bfloat16), (high * (high_scale * 16384.0)).to(tl.bfloat16)
+
+
+@triton.jit
+def _add_product(a, b, sums, CARD: tl.constexpr):
+    """sums + a b, BF16 in and float32 out; the interpreter cannot multiply BF16, so it gets the same values wider."""
+    if CARD == 0:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), sums, input_precision="ieee")
+    else:
+        return tl.dot(a, b, sums)
+
+
+@triton.jit
+def _up_kernel(
+    addresses, scales_2, starts, pairs, top_k, x, h, inter, width,
+    TOKENS: tl.constexpr, NEURONS: tl.constexpr, K: tl.constexpr, CARD: tl.constexpr,
+):  # fmt: skip
+    # grid: (cdiv(I, NEURONS), cdiv(most pairs of an expert, TOKENS), experts)
+    expert = tl.program_id(2)
+    begin, end = tl.load(starts + expert), tl.load(starts + expert + 1)
+    place = begin + tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    if begin + tl.program_id(1) * TOKENS < end:
+        values = tl.load(addresses + expert).to(tl.pointer_type(tl.uint8))
+        scales = values + inter.to(tl.int64) * (width // 2)
+        here = place < end
+        token = tl.load(pairs + place, mask=here, other=0) // top_k
+        neuron = tl.program_id(0) * NEURONS + tl.arange(0, NEURONS)
+        in_inter = neuron < inter
+        sums = tl.zeros([TOKENS, NEURONS], tl.float32)
+        for first in range(0, width, K):
+            column = first + tl.arange(0, K)
+            byte = first // 2 + tl.arange(0, K // 2)
+            mask = in_inter[:, None] & (byte < width // 2)[None, :]
+            codes = tl.load(values + neuron[:, None] * (width // 2) + byte[None, :], mask=mask, other=0)
+            code = tl.load(scales + neuron[:, None] * (width // 16) + (byte // 8)[None, :], mask=mask, other=0)
+            scale = e4m3(code, CARD)
+            low, high = _low_high(codes, scale, scale, CARD)
+            w = tl.reshape(tl.join(low, high), [NEURONS, K])
+            at = x + token.to(tl.int64)[:, None] * width + column[None, :]
+            tokens = tl.load(at, mask=here[:, None] & (column < width)[None, :], other=0.0)
+            sums = _add_product(tokens, tl.trans(w), sums, CARD)
+        sums *= tl.load(scales_2 + 2 * expert)
+        sums = tl.where(sums <= 0, 0.0, sums * sums)
+        row = (place - tl.load(starts)).to(tl.int64)
+        at = h + row[:, None] * inter + neuron[None, :]
+        tl.store(at, sums.to(tl.bfloat16), mask=here[:, None] & in_inter[None, :])
+
+
+@triton.jit
+def _down_kernel(
+    addresses, scales_2, starts, pairs, h, results, inter, width,
+    TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, K: tl.constexpr, CARD: tl.constexpr,
+):  # fmt: skip
+    # grid: (cdiv(X, OUTPUTS), cdiv(most pairs of an expert, TOKENS), experts)
+    expert = tl.program_id(2)
+    begin, end = tl.load(starts + expert), tl.load(starts + expert + 1)
+    place = begin + tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    if begin + tl.program_id(1) * TOKENS < end:
+        plane = inter.to(tl.int64) * (width // 2)
+        values = tl.load(addresses + expert).to(tl.pointer_type(tl.uint8)) + plane + plane // 8
+        scales = values + plane
+        here = place < end
+        row = (place - tl.load(starts)).to(tl.int64)
+        byte = tl.program_id(0) * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2)
+        in_width = byte < width // 2
+        even = tl.zeros([TOKENS, OUTPUTS // 2], tl.float32)
+        odd = tl.zeros([TOKENS, OUTPUTS // 2], tl.float32)
+        for first in range(0, inter, K):
+            neuron = first + tl.arange(0, K)
+            mask = (neuron < inter)[:, None] & in_width[None, :]
+            codes = tl.load(values + neuron[:, None] * (width // 2) + byte[None, :], mask=mask, other=0)
+            # A group's scales lie one an output: a pair of bytes for the two outputs of a byte of codes.
+            at = scales + (neuron // 16)[:, None] * width + 2 * byte[None, :]
+            low_scale = e4m3(tl.load(at, mask=mask, other=0), CARD)
+            high_scale = e4m3(tl.load(at + 1, mask=mask, other=0), CARD)
+            low, high = _low_high(codes, low_scale, high_scale, CARD)
+            at = h + row[:, None] * inter + neuron[None, :]
+            heights = tl.load(at, mask=here[:, None] & (neuron < inter)[None, :], other=0.0)
+            even = _add_product(heights, low, even, CARD)
+            odd = _add_product(heights, high, odd, CARD)
+        factor = tl.load(scales_2 + 2 * expert + 1)
+        pair = tl.load(pairs + place, mask=here, other=0).to(tl.int64)
+        at = results + pair[:, None] * width + 2 * byte[None, :]
+        mask = here[:, None] & in_width[None, :]
+        tl.store(at, even * factor, mask=mask)
+        tl.store(at + 1, odd * factor, mask=mask)
+
+
+def expert_prompt(
+    addresses: torch.Tensor,
+    inter: int,
+    scales_2: torch.Tensor,
+    starts: torch.Tensor,
+    pairs: torch.Tensor,
+    most: int,
+    top_k: int,
+    x: torch.Tensor,
+    h: torch.Tensor,
+    results: torch.Tensor,
+) -> None:
+    """One batch of experts on all their tokens; nothing waits for the card.
+
+    addresses  int64 [B] of blocks in layout `neuron` on the card; scales_2 float32 [B, 2]
+    starts     int32 [B + 1]: pairs[starts[b] : starts[b + 1]] belong to expert b
+    pairs      int32: token * top_k + rank
+    most       the largest number of pairs of one expert, which the host knows: the launch's size
+    x          bfloat16 [tokens, X]; results float32 [tokens * top_k, X]
+    h          bfloat16 scratch [pairs of the batch or more, I]
+    Raises EngineError where sizes, types or devices do not fit.
+    """
+    experts, width = addresses.shape[0], x.shape[1]
+    wanted = {
+        "addresses": (addresses, torch.int64, (experts,)),
+        "scales_2": (scales_2, torch.float32, (experts, 2)),
+        "starts": (starts, torch.int32, (experts + 1,)),
+        "pairs": (pairs, torch.int32, (pairs.numel(),)),
+        "x": (x, torch.bfloat16, (x.shape[0], width)),
+        "h": (h, torch.bfloat16, (h.shape[0], inter)),
+        "results": (results, torch.float32, (x.shape[0] * top_k, width)),
+    }
+    for name, (tensor, dtype, shape) in wanted.items():
+        fits = tensor.dtype == dtype and tensor.is_contiguous() and tensor.device == x.device
+        if tuple(tensor.shape) != shape or not fits:
+            raise EngineError(
+                f"experts on a prompt: {name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}; contiguous "
+                f"{dtype} {list(shape)} on {x.device} is needed"
+            )
+    if inter % GROUP or width % GROUP or not 0 <= most <= h.shape[0]:
+        raise EngineError(f"experts [{inter}, {width}] with up to {most} pairs and scratch for {h.shape[0]}")
+    if not most or not experts:
+        return
+    card, tiles = card_of(x.device), triton.cdiv(most, _TOKENS)
+    _up_kernel[(triton.cdiv(inter, _NEURONS), tiles, experts)](
+        addresses, scales_2, starts, pairs, top_k, x, h, inter, width,
+        TOKENS=_TOKENS, NEURONS=_NEURONS, K=_K, CARD=card, num_warps=4,
+    )  # fmt: skip
+    _down_kernel[(triton.cdiv(width, _OUTPUTS), tiles, experts)](
+        addresses, scales_2, starts, pairs, h, results, inter, width,
+        TOKENS=_TOKENS, OUTPUTS=_OUTPUTS, K=_K, CARD=card, num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,74 @@
+"""A stored matrix times the tokens of a prompt on the card: decoded to BF16 a piece of rows at a time, then torch's own
+BF16 multiplication with float32 sums.
+
+    y [tokens, rows] float32 (+)= act(scale * x W^T + bias)     x [tokens, columns] bfloat16
+
+Decoding is exact (see `decode_bf16`) and the matrix's scale is the multiplication's factor, so that all that is lost
+against float32 is the rounding of x. Reads the stored bytes once, writes and reads PIECE_BYTES of BF16 at a time, which
+stay in one buffer. BF16 matrices go as they are; F16 and F32 ones (small, and they decide much) in float32.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nemolab.errors import EngineError
+from nemolab.kernels.gpu.decode_bf16 import decode_bf16
+from nemolab.kernels.matvec import ADD, BF16, F16, F32, NVFP4, PLAIN, RELU2, Packed, matvec_torch
+
+PIECE_BYTES = 64 * 2**20  # BF16 bytes of a matrix decoded at once
+
+
+def linear_prompt_torch(packed: Packed, x: torch.Tensor, y: torch.Tensor | None = None, mode: int = PLAIN):
+    """The plain twin: the one-token product's, token by token."""
+    columns = [matvec_torch(packed, row.float(), None if y is None else y[t], mode) for t, row in enumerate(x)]
+    return torch.stack(columns)
+
+
+def linear_prompt(
+    packed: Packed, x: torch.Tensor, y: torch.Tensor, mode: int = PLAIN, piece_bytes: int = PIECE_BYTES
+) -> None:
+    """y = x W^T (PLAIN), y += x W^T (ADD) or y = relu(x W^T)^2 (RELU2); see the file's contract.
+
+    Raises EngineError for other sizes, types or devices.
+    """
+    code, rows, columns = int(packed.table[0]), packed.rows, packed.columns
+    weight, scales, bias = packed.keep
+    fits = x.dtype == torch.bfloat16 and y.dtype == torch.float32 and y.is_contiguous()
+    if tuple(x.shape) != (x.shape[0], columns) or tuple(y.shape) != (x.shape[0], rows) or not fits:
+        raise EngineError(
+            f"a matrix [{rows}, {columns}] on {x.dtype} {list(x.shape)} into {y.dtype} {list(y.shape)}; bfloat16 "
+            f"[tokens, {columns}] into contiguous float32 [tokens, {rows}] is needed"
+        )
+    if not x.device == y.device == weight.device:
+        raise EngineError(f"a matrix on {weight.device}, its input on {x.device}, its output on {y.device}")
+    step = rows if code in (BF16, F16, F32) else max(1, piece_bytes // (2 * columns))
+    buffer = None if step == rows and code == BF16 else torch.empty(
+        min(step, rows) * columns, dtype=torch.bfloat16, device=x.device
+    )  # fmt: skip
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        piece = y[:, start:stop]
+        if code in (F16, F32):
+            product = x.float() @ weight.float().T
+            piece.copy_(product + piece if mode == ADD else product)
+        else:
+            decoded = weight
+            if code != BF16:
+                decoded = buffer[: (stop - start) * columns].view(stop - start, columns)
+                decode_bf16(weight[start:stop], scales[start:stop] if code == NVFP4 else None, decoded)
+            _multiply(x, decoded, float(packed.scale), piece, mode == ADD)
+    if bias is not None:
+        y += bias
+    if mode == RELU2:
+        # Where y is negative the product is exactly zero; NaN stays.
+        y.clamp_(min=0).square_()
+
+
+def _multiply(x: torch.Tensor, weight: torch.Tensor, scale: float, y: torch.Tensor, add: bool) -> None:
+    """y = scale * x weight^T, or y += it: BF16 in, float32 sums and float32 out."""
+    factors = {"beta": 1.0 if add else 0.0, "alpha": scale, "out": y}
+    if x.device.type == "cuda":
+        torch.addmm(y, x, weight.T, out_dtype=torch.float32, **factors)
+    else:  # torch's CPU has no such mixture of types; products of BF16 are exact in float32
+        torch.addmm(y, x.float(), weight.float().T, **factors)

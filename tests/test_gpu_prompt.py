@@ -1,0 +1,182 @@
+"""Prompts on a card, against the plain twins: decoding to BF16, dense products, routed experts from a ring."""
+
+import numpy as np
+import pytest
+import torch
+from test_kernels_dense import random, stored
+from triton_interpreter import on_both
+
+from nemolab.checkpoint.formats import encode_nvfp4
+from nemolab.errors import EngineError
+from nemolab.kernels.expert_prompt import expert_prompt_torch
+from nemolab.kernels.matvec import ADD, FORMATS, PLAIN, RELU2, pack
+from nemolab.store.layout import BlockLayout, ExpertViews
+
+
+def poisoned(*shape, device, dtype=torch.float32):
+    return torch.full(shape, torch.nan, dtype=dtype, device=device)
+
+
+def decode(device, weight, scales):
+    from nemolab.kernels.gpu.decode_bf16 import decode_bf16
+
+    columns = weight.shape[1] * (1 if scales is None else 2)
+    out = poisoned(weight.shape[0], columns, device=device, dtype=torch.bfloat16)
+    decode_bf16(weight.to(device), None if scales is None else scales.to(device), out)
+    return out.cpu()
+
+
+@on_both
+def test_every_fp8_code_decodes_exactly(device):
+    from nemolab.kernels.gpu.decode_bf16 import decode_bf16_torch
+
+    codes = torch.arange(256, dtype=torch.uint8).repeat(3, 1)
+    wanted = decode_bf16_torch(codes, None)
+    assert torch.equal(wanted.float().nan_to_num(7), codes.view(torch.float8_e4m3fn).float().nan_to_num(7))
+    torch.testing.assert_close(decode(device, codes, None), wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@on_both
+def test_every_byte_under_every_scale_decodes_exactly(device):
+    from nemolab.kernels.gpu.decode_bf16 import decode_bf16_torch
+
+    packed = torch.arange(256, dtype=torch.uint8).repeat(256, 1)
+    scales = torch.arange(256, dtype=torch.uint8)[:, None].repeat(1, 32)
+    wanted = decode_bf16_torch(packed, scales)
+    torch.testing.assert_close(decode(device, packed, scales), wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@on_both
+def test_decoding_check_can_fail(device):
+    from nemolab.kernels.gpu.decode_bf16 import decode_bf16_torch
+
+    packed, scales = torch.arange(256, dtype=torch.uint8)[None], torch.full((1, 32), 0x38, dtype=torch.uint8)
+    with pytest.raises(AssertionError):
+        assert torch.equal(decode(device, packed, scales), decode_bf16_torch(packed >> 4 | packed << 4, scales))
+
+
+@on_both
+def test_wrong_sizes_are_refused(device):
+    with pytest.raises(EngineError, match="contiguous bytes of one matrix"):
+        decode(device, torch.zeros(2, 8, dtype=torch.uint8), torch.zeros(2, 2, dtype=torch.uint8))
+    with pytest.raises(EngineError, match="no whole 8 bytes"):
+        decode(device, torch.zeros(3, 5, dtype=torch.uint8), None)
+
+
+def linear(device, packed, x, y, mode, piece_bytes):
+    from nemolab.kernels.gpu.linear_prompt import linear_prompt
+
+    weight, scales, bias = (None if t is None else t.to(device) for t in packed.keep)
+    name = next(name for name, code in FORMATS.items() if code == packed.table[0])
+    there = pack(name, packed.rows, packed.columns, weight, scales, float(packed.scale), bias)
+    out = y.to(device, copy=True)
+    linear_prompt(there, x.to(device), out, mode, piece_bytes)
+    return out.cpu()
+
+
+@on_both
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("mode", [PLAIN, ADD, RELU2])
+def test_prompt_product_equals_its_twin(device, format, mode):
+    """In one piece and in several; a pass that does not add ignores what the output held."""
+    from nemolab.kernels.gpu.linear_prompt import linear_prompt_torch
+
+    packed, x = stored(format, 40, 256), random(5, 256).bfloat16()
+    y = random(5, 40) if mode == ADD else torch.full((5, 40), torch.nan)
+    wanted = linear_prompt_torch(packed, x, y, mode)
+    for piece_bytes in (2**20, 16 * 256 * 2):
+        found = linear(device, packed, x, y, mode, piece_bytes)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", ["fp8", "nvfp4", "bf16"])
+def test_prompt_product_of_whole_matrices_equals_its_twin(format):
+    packed, x = stored(format, 4096, 2688), random(70, 2688).bfloat16()
+    wanted = x.double() @ decoded(packed).double().T + packed.keep[2]
+    found = linear("cuda", packed, x, torch.full((70, 4096), torch.nan), PLAIN, 2**22)
+    torch.testing.assert_close(found, wanted.float(), rtol=1e-4, atol=1e-4)
+
+
+def decoded(packed):
+    from nemolab.kernels.decode_nvfp4 import decode_rows_torch
+
+    weight, scales, _ = packed.keep
+    if scales is not None:
+        return decode_rows_torch(weight, scales, float(packed.scale))
+    return weight.float() * torch.tensor(packed.scale)
+
+
+def expert_blocks(count, inter, width, seed=0):
+    """Blocks in layout `neuron` uint8 [count, block_bytes], and scales_2 float32 [count, 2]."""
+    form, source = BlockLayout("neuron", inter, width), BlockLayout("source", inter, width)
+    blocks, scales_2 = np.empty((count, form.block_bytes), np.uint8), torch.empty(count, 2)
+    for place in range(count):
+        up = encode_nvfp4(random(inter, width, seed=seed + place) * width**-0.5)
+        down = encode_nvfp4(random(width, inter, seed=seed + place + 50) * inter**-0.5)
+        planes = [t.view(torch.uint8).numpy() for t in (up[0], up[1], down[0], down[1])]
+        form.pack(ExpertViews(*planes), blocks[place])
+        scales_2[place] = torch.stack([up[2], down[2]])
+    assert source.payload_bytes == form.payload_bytes
+    return form, torch.from_numpy(blocks), scales_2
+
+
+def prompt_of_experts(device, counts, inter, width, tokens, top_k):
+    """(found, wanted): `results` of a batch whose experts have these numbers of pairs; the rest stays NaN."""
+    from nemolab.kernels.gpu.expert_prompt import expert_prompt
+
+    form, blocks, scales_2 = expert_blocks(len(counts), inter, width)
+    pairs = torch.randperm(tokens * top_k, generator=torch.Generator().manual_seed(1))[: sum(counts) + 3]
+    assert pairs.numel() == sum(counts) + 3
+    starts = torch.tensor([3, *counts]).cumsum(0)
+    x = (random(tokens, width) / 2).bfloat16()
+    wanted = poisoned(tokens * top_k, width, device="cpu")
+    expert_prompt_torch(
+        list(blocks.numpy()), form.views, "neuron", scales_2, starts.tolist(), pairs, top_k, x.float(), wanted
+    )
+    there, found = blocks.to(device), poisoned(tokens * top_k, width, device=device)
+    addresses = there.data_ptr() + form.block_bytes * torch.arange(len(counts))
+    expert_prompt(
+        addresses.to(device), inter, scales_2.to(device), starts.int().to(device), pairs.int().to(device),
+        max(counts), top_k, x.to(device), poisoned(sum(counts), inter, device=device, dtype=torch.bfloat16), found,
+    )  # fmt: skip
+    return found.cpu(), wanted
+
+
+def check_prompt(found, wanted):
+    """Two roundings to BF16 (of h, cut off in the interpreter) between them: 2^-8 of the size of a row's values."""
+    assert torch.equal(found.isnan(), wanted.isnan())
+    there = ~wanted.isnan().any(1)
+    assert there.any()
+    error = (found[there] - wanted[there]).norm(dim=1) / wanted[there].norm(dim=1).clamp(min=1e-6)
+    assert error.max() < 0.008, f"a row is off by {error.max():.4f} of its size"
+
+
+@on_both
+def test_experts_on_a_prompt_equal_their_twin(device):
+    """Experts without tokens, with one, with more than a tile holds; sizes that are no multiples of a tile."""
+    check_prompt(*prompt_of_experts(device, [0, 1, 67, 5], 48, 80, tokens=30, top_k=3))
+
+
+@on_both
+def test_experts_check_can_fail(device):
+    """The neighbouring pair's row instead of one's own has to be noticed."""
+    found, wanted = prompt_of_experts(device, [9], 32, 32, tokens=6, top_k=2)
+    with pytest.raises(AssertionError):
+        check_prompt(found.roll(1, 0), wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("inter", "width"), [(2688, 1024), (1856, 2688), (256, 128)])
+def test_experts_of_real_sizes_equal_their_twin(inter, width):
+    found, wanted = prompt_of_experts("cuda", [88, 3, 130], inter, width, tokens=64, top_k=6)
+    check_prompt(found, wanted)
+
+
+@pytest.mark.gpu
+def test_experts_have_the_same_bits_in_any_batch():
+    """A pair's row does not depend on the experts and pairs it goes with."""
+    few, _ = prompt_of_experts("cuda", [40], 256, 128, tokens=64, top_k=6)
+    many, _ = prompt_of_experts("cuda", [40, 70, 90], 256, 128, tokens=64, top_k=6)
+    rows = ~few.isnan().any(1)
+    assert rows.sum() == 40 and torch.equal(few[rows], many[rows])

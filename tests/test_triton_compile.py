@@ -1,0 +1,154 @@
+"""Every kernel of `kernels/gpu` becomes machine code for cards that are not here."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+from triton_compile import CAPABILITIES, architecture, compile_kernel
+
+ROOT = Path(__file__).resolve().parent.parent
+
+_MATVEC = {
+    "w": "*i64", "scales": "*u8", "x": "*fp32", "bias": "*fp32", "y": "*fp32", "scale": "fp32", "rows": "i32",
+    "places": "i32:16",
+}  # fmt: skip
+_PLAIN = {"MODE": 0, "BIAS": False, "ROWS": 8, "PLACES": 128, "STAGES": 1}
+_EXPERTS = {"addresses": "*i64", "scales_2": "*fp32", "starts": "*i32", "pairs": "*i32"}
+_SIZES = {"inter": "i32:16", "width": "i32:16"}
+
+# (file, kernel, types of its arguments, its constants at Super's sizes, warps); CARD is filled in for each card.
+CASES = {
+    "matvec nvfp4": ("matvec", "_matvec_kernel", _MATVEC, _PLAIN | {"FORMAT": 4}, 4),
+    "matvec fp8": ("matvec", "_matvec_kernel", _MATVEC, _PLAIN | {"FORMAT": 3, "MODE": 2, "BIAS": True}, 4),
+    "matvec f32": ("matvec", "_matvec_kernel", _MATVEC, _PLAIN | {"FORMAT": 2}, 4),
+    "matvec f16": ("matvec", "_matvec_kernel", _MATVEC, _PLAIN | {"FORMAT": 1}, 4),
+    "matvec bf16": ("matvec", "_matvec_kernel", _MATVEC, _PLAIN | {"FORMAT": 0, "MODE": 1}, 4),
+    "rms_norm": (
+        "rms_norm", "_rms_norm_kernel",
+        {"x": "*fp32", "weight": "*fp32", "eps": "fp32", "y": "*bf16", "n": "i32:16"}, {"BLOCK": 1024}, 8,
+    ),
+    "mamba convolve": (
+        "mamba_step", "_convolve_kernel",
+        {name: "*fp32" for name in ("xbc", "weight", "bias", "state", "out")} | {"channels": "i32:16"},
+        {"TAPS": 4, "BLOCK": 128}, 4,
+    ),
+    "mamba update": (
+        "mamba_step", "_update_kernel",
+        {name: "*fp32" for name in ("projected", "conv", "a", "d", "dt_bias", "ssm", "gated")}
+        | {name: "fp32" for name in ("low", "high")}
+        | {name: "i32:16" for name in ("heads", "head_dim", "state_size", "conv_dim")} | {"groups": "i32"},
+        {"ROWS": 16, "STATE": 128}, 4,
+    ),
+    "mamba norm": (
+        "mamba_step", "_norm_kernel",
+        {"gated": "*fp32", "weight": "*fp32", "eps": "fp32", "y": "*fp32", "width": "i32:16"}, {"BLOCK": 1024}, 8,
+    ),
+    "router groups": (
+        "router_step", "_group_keys_kernel",
+        {name: "*fp32" for name in ("logits", "bias", "keys", "best")}
+        | {name: "i32" for name in ("size", "groups", "top_groups")},
+        {"GROUPS": 8, "SIZE": 32}, 4,
+    ),
+    "router": (
+        "router_step", "_rank_kernel",
+        {name: "*fp32" for name in ("logits", "bias", "keys", "weights")}
+        | {"experts": "*i32", "count": "i32:16", "top_k": "i32", "scaling": "fp32"},
+        {"NORMALISE": True, "GROUPED": False, "COUNT": 512, "OTHERS": 32}, 16,
+    ),
+    "attention split": (
+        "attention_step", "_split_kernel",
+        {name: "*fp32" for name in ("q", "k", "v", "largest_out", "sums_out", "mixes_out")}
+        | {"keys": "*bf16", "values": "*bf16", "tokens_ptr": "*i32", "scale": "fp32"}
+        | {name: "i32:16" for name in ("share", "kv_width", "head_dim")} | {"splits": "i32"},
+        {"SPLIT": 256, "TOKENS": 32, "SHARE": 16, "DIM": 128}, 4,
+    ),
+    "attention merge": (
+        "attention_step", "_merge_kernel",
+        {name: "*fp32" for name in ("largest_in", "sums_in", "mixes_in", "mixed")}
+        | {"tokens_ptr": "*i32", "head_dim": "i32:16", "splits": "i32"},
+        {"SPLIT": 256, "DIM": 128}, 4,
+    ),
+    "decode nvfp4": (
+        "decode_bf16", "_decode_kernel", {"words": "*i64", "scales": "*u8", "out": "*i64", "places": "i32:16"},
+        {"NVFP4": True, "PLACES": 512}, 4,
+    ),
+    "decode fp8": (
+        "decode_bf16", "_decode_kernel", {"words": "*i64", "scales": "*u8", "out": "*i64", "places": "i32:16"},
+        {"NVFP4": False, "PLACES": 512}, 4,
+    ),
+    "prompt up": (
+        "expert_prompt", "_up_kernel", _EXPERTS | {"top_k": "i32", "x": "*bf16", "h": "*bf16"} | _SIZES,
+        {"TOKENS": 64, "NEURONS": 64, "K": 64}, 4,
+    ),
+    "prompt down": (
+        "expert_prompt", "_down_kernel", _EXPERTS | {"h": "*bf16", "results": "*fp32"} | _SIZES,
+        {"TOKENS": 64, "OUTPUTS": 128, "K": 64}, 4,
+    ),
+    "expert step": (
+        "expert_step", "_expert_kernel",
+        {name: "*i32" for name in ("ranks", "up_index", "down_index", "ids", "active")}
+        | {name: "*i64" for name in ("up_table", "down_table")}
+        | {name: "*fp32" for name in ("scales_2", "x", "partial")}
+        | {"first": "i32", "amount": "i32", "post": "i64"},
+        {"INTER": 2688, "WIDTH": 1024, "GROUPS_A_PART": 4, "WORDS": 128, "PACK": 4, "UP_UNIT": 1.0}, 1,
+    ),
+    "combine": (
+        "combine", "_combine_kernel",
+        {name: "*fp32" for name in ("partial", "weights", "scales_2", "out")} | {"ids": "*i32"},
+        {"RANKS": 22, "PARTS": 42, "WIDTH": 1024, "PARTS_2": 64, "BLOCK": 16, "DOWN_UNIT": 1.0}, 8,
+    ),
+    "stream": (
+        "stream", "_stream_kernel", {"address": "i64:16", "words": "i64:16", "sums": "*i32"},
+        {"BLOCK": 1024, "LOADS": 4}, 4,
+    ),
+}  # fmt: skip
+
+
+def find_kernels() -> set[tuple[str, str]]:
+    """(file, name) of every `@triton.jit` function called `..._kernel`: what launchers start."""
+    found = set()
+    for path in (ROOT / "kernels" / "gpu").glob("*.py"):
+        module = importlib.import_module(f"nemolab.kernels.gpu.{path.stem}")
+        found |= {
+            (path.stem, name)
+            for name, value in vars(module).items()
+            if hasattr(value, "arg_names") and name.endswith("_kernel") and value.fn.__module__ == module.__name__
+        }
+    return found
+
+
+def build(case: str, capability: int) -> bytes:
+    from nemolab.kernels.gpu.codes import card_of_capability
+
+    file, name, types, constants, warps = CASES[case]
+    kernel = getattr(importlib.import_module(f"nemolab.kernels.gpu.{file}"), name)
+    if "CARD" in kernel.arg_names:
+        constants = constants | {"CARD": card_of_capability(divmod(capability, 10))}
+    return compile_kernel(kernel, types, constants, capability, warps)
+
+
+def test_every_kernel_is_among_the_cases():
+    assert find_kernels() == {(file, name) for file, name, *_ in CASES.values()}
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("case", CASES)
+def test_kernel_compiles_without_the_card(case, capability):
+    assert architecture(build(case, capability)) == capability
+
+
+def test_a_kernel_for_newer_cards_is_refused_for_an_older():
+    """What compiles must be what the card can do: sm_80 converts no E4M3."""
+    from nemolab.kernels.gpu import decode_bf16
+    from nemolab.kernels.gpu.codes import SM_89
+
+    _, _, types, constants, _ = CASES["decode fp8"]
+    with pytest.raises(Exception, match="(?s)e4m3|fp8|PTX"):
+        compile_kernel(decode_bf16._decode_kernel, types, constants | {"CARD": SM_89}, 80)
+
+
+def test_signatures_must_be_whole():
+    from nemolab.kernels.gpu import rms_norm
+
+    with pytest.raises(ValueError, match=r"no type or value for \['BLOCK'\]; no argument of it: \['m'\]"):
+        compile_kernel(rms_norm._rms_norm_kernel, CASES["rms_norm"][2] | {"m": "i32"}, {}, 90)
