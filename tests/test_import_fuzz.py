@@ -22,9 +22,10 @@ FORMS = {
 }
 # What breaks parsers: numbers at the ends of types, words of numbers, brackets, line ends, nothing.
 SNIPPETS = [
-    b"", b"\x00", b"\n", b"\r", b",", b"-", b"-1", b"0", b"1", b"9" * 19, b"2147483647", b"2147483648", b"1e999", b"nan",
-    b"NaN", b"Infinity", b"true", b"null", b"[", b"]", b"[[", b"]]", b"{", b"}", b'"', b"'", b"#", b"# layer=0 ", b"\xff",
-    b"\xef\xbb\xbf", b"1.5", b" ", b"(", b")", b"=", b"\n# model=x arch= n_layer=1 n_expert=1 n_expert_used=1\n", b"PK\x01\x02", b"'|O'",
+    b"", b"\x00", b"\n", b"\r", b",", b"-", b"-1", b"0", b"1", b"9" * 19, b"2147483647", b"2147483648", b"1e999",
+    b"nan", b"NaN", b"Infinity", b"true", b"null", b"[", b"]", b"[[", b"]]", b"{", b"}", b'"', b"'", b"#", b"(", b")",
+    b"# layer=0 ", b"\xff", b"\xef\xbb\xbf", b"1.5", b" ", b"=", b"PK\x01\x02", b"'|O'",
+    b"\n# model=x arch= n_layer=1 n_expert=1 n_expert_used=1\n",
 ]  # fmt: skip
 
 edits = st.lists(
