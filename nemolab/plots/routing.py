@@ -59,28 +59,37 @@ def _draw_repeats(ax, repeats: Mapping[str, Sequence[float]]) -> None:
             ax.bar(layers, values, color=BLUE, width=0.8, label=name)
         else:
             ax.plot(layers, values, color=COLOURS.get(name, QUIET), ls="--", lw=1, marker=".", label=name)
-    ax.set(title="Repetitive?", xlabel="MoE layer (ordinal)", ylabel="chosen for the token before (%)")
-    ax.set_ylim(0, 1.35 * 100 * max(max(by_layer) for by_layer in repeats.values()))
+    ax.set(title="Repetitive?", xlabel="MoE layer (ordinal)", ylabel="repeat the token before (%)")
+    ax.set_ylim(0, 1.6 * 100 * max(max(by_layer) for by_layer in repeats.values()) or 1)
     ax.xaxis.get_major_locator().set_params(integer=True)
-    ax.legend(loc="upper right", fontsize=8)
+    ax.legend(loc="upper left", fontsize=8)
 
 
 def _draw_reuse(ax, edges: np.ndarray, lookups: np.ndarray, never: int, floor_blocks: int) -> None:
+    """One bar a doubling of the distance, from the first that holds anything, and one for first uses."""
     total = max(lookups.sum() + never, 1)
-    places = np.arange(len(lookups) + 1)
-    ax.bar(places[:-1], 100 * lookups / total, color=COLOURS["decode"], width=0.9)
+    begin = int(np.argmax(lookups > 0))
+    places = np.arange(begin, len(lookups) + 1)
+    ax.bar(places[:-1], 100 * lookups[begin:] / total, color=COLOURS["decode"], width=0.9)
     ax.bar(places[-1:], [100 * never / total], color=QUIET, width=0.9)
-    ax.set_xticks(places, [*(f"{edge:,}" for edge in edges[: len(lookups)]), "first\nuse"], fontsize=8, rotation=45)
-    ax.axvline(np.log2(max(floor_blocks, 1)) - 0.5, ls="--", lw=1, color=QUIET)
-    ax.set(title="Back how soon?", xlabel="cache in which it hits, from (blocks)", ylabel="lookups (%)", ylim=(0, None))
+    ax.set_xticks(places, [*(f"{edge:,}" for edge in edges[begin : len(lookups)]), "first\nuse"], fontsize=8)
+    if floor_blocks:
+        ax.axvline(np.log2(floor_blocks) - 0.5, ls="--", lw=1, color=QUIET)
+    ax.set(title="Back how soon?", xlabel="hits in a cache from (blocks)", ylabel="lookups (%)", ylim=(0, None))
     ax.grid(axis="x", visible=False)
 
 
 def _draw_guesses(ax, right: Mapping[str, np.ndarray]) -> None:
     for name, shares in right.items():
-        control = name.endswith("guesses")
-        style = {"ls": "--", "lw": 1} if control else {"marker": "o", "ms": 4}
-        ax.plot(np.arange(1, len(shares) + 1), 100 * shares, color=COLOURS[name], label=name, **style)
+        numbers, percent = np.arange(1, len(shares) + 1), 100 * shares
+        if name.endswith("guesses"):  # a control
+            ax.plot(numbers, percent, color=COLOURS[name], ls="--", lw=1)
+            ax.annotate(
+                name, (numbers[-1], percent[-1]), xytext=(0, -11), textcoords="offset points", ha="right", fontsize=8,
+                color=COLOURS[name],
+            )  # fmt: skip
+        else:
+            ax.plot(numbers, percent, "o-", ms=4, color=COLOURS[name], label=name)
     ax.set(title="Predictable?", xlabel="first guesses (number)", ylabel="of them right (%)", ylim=(0, 105))
     ax.xaxis.get_major_locator().set_params(integer=True)
-    ax.legend(fontsize=8, loc="best")
+    ax.legend(fontsize=8, loc=(0.02, 0.18))
