@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import numba
+import numpy as np
 import pytest
 
 import nemolab.jit as module
+from nemolab.jit import unowned
 
 NEMOLAB = Path(module.__file__).parent
 KERNELS, POLICIES, SIMULATE = NEMOLAB.parent / "kernels", NEMOLAB / "policy", NEMOLAB / "simulate"
@@ -108,3 +110,21 @@ def test_no_sum_is_left_to_the_order_of_arrival():
             code = "\n".join(line.split("#")[0] for line in path.read_text().splitlines())
             for name in ("index_add_(", "scatter_add_(", "index_put_(", "atomic"):
                 assert name not in code, (path.name, name)
+
+
+def test_unowned_arrays_are_the_same_memory_and_leave_counts_alone():
+    """Nested in tuples too; the caller's references are what they were."""
+
+    @numba.njit
+    def fill(parts):
+        inner, last = unowned(parts)
+        for at in range(len(last)):
+            last[at] += inner[0][at] + inner[1]
+        return last.sum()
+
+    first, last = np.arange(5), np.zeros(5, np.int64)
+    before = sys.getrefcount(first), sys.getrefcount(last)
+    for _ in range(3):
+        fill(((first, 7), last))
+    assert last.tolist() == [3 * (at + 7) for at in range(5)]
+    assert (sys.getrefcount(first), sys.getrefcount(last)) == before

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from nemolab.jit import jit, jit_inner
+from nemolab.jit import jit, jit_inner, unowned
 from nemolab.policy.core import (
     ABSENT,
     CAPACITY,
@@ -202,12 +202,14 @@ def _part(keys, outcome, parts):
 
 @jit
 def _look_up_once(core, state, keys, outcome, parts):
+    core, state, keys, outcome, parts = unowned((core, state, keys, outcome, parts))
     look_up(core, state, keys, np.int64(0), len(keys), outcome)
     return _part(keys, outcome, parts)
 
 
 @jit
 def _look_up_passing_once(core, state, keys, outcome, parts):
+    core, state, keys, outcome, parts = unowned((core, state, keys, outcome, parts))
     look_up_passing(core, keys, np.int64(0), len(keys), outcome)
     pass_by(state, core.entries, keys, np.int64(0), len(keys))
     return _part(keys, outcome, parts)
@@ -215,4 +217,5 @@ def _look_up_passing_once(core, state, keys, outcome, parts):
 
 @jit
 def _issue_once(core, state, guesses):
+    core, state, guesses = unowned((core, state, guesses))
     issue(core, state, guesses, len(guesses), np.int64(0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nemolab.jit import jit
+from nemolab.jit import jit, unowned
 from nemolab.policy.core import ISSUED, WASTED, issue, look_up, look_up_passing, spare_nobody
 from nemolab.policy.interface import pass_by
 
@@ -19,6 +19,7 @@ def run_batches(core, state, keys, starts, passing, guesses, depth, alone, outco
     issued, issued_bytes, wasted   int64 [batches], written unless depth is 0: prefetched before the batch, what they
               take, and prefetched entries that left unused since the batch before
     """
+    core, state, keys, guesses, outcome = unowned((core, state, keys, guesses, outcome))
     for batch in range(len(starts) - 1):
         first, last = starts[batch], starts[batch + 1]
         wasted_before = core.numbers[WASTED]

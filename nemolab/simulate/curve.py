@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nemolab.errors import TraceError
-from nemolab.jit import jit, jit_inner
+from nemolab.jit import jit, jit_inner, unowned
 from nemolab.simulate.lookups import Lookups
 
 NEVER = np.iinfo(np.int64).max  # the distance of a block that is not in the stack
@@ -129,6 +129,7 @@ def _measure(keys, starts, passing, fresh, sizes, distances, place_of, weight, k
     weight int64 [places]: bytes of the block there, 0 for a gap; key_at int32 [places]; place_of int64 [n_keys], -1 for
     none; tree int64 [runs + 1]: Fenwick sums of weight by runs of RUN places
     """
+    weight, key_at, tree, place_of = unowned((weight, key_at, tree, place_of))
     used = 0
     total = 0
     for batch in range(len(starts) - 1):
