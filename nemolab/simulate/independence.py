@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 SHUFFLES = 99  # so that chance alone puts the true order on top one time in a hundred
 LEAST_PAIRS = 20  # of neighbouring tokens; below that the test would call most traces independent
-MOST_LOOKUPS = 200_000  # of the first tokens of decode, enough to tell 0.1 points of repetition apart
+MOST_LOOKUPS = 50_000  # of the first tokens of decode: enough to tell a point of repetition from chance
 
 
 class Independence(NamedTuple):
@@ -31,7 +31,7 @@ class Independence(NamedTuple):
 def measure_independence(trace: Trace, *, seed: int = 0) -> Independence | None:
     """Hold the repeat rate of decode against that of the same tokens in shuffled order. None: too few to tell."""
     decode = np.flatnonzero(trace.phase == 1)
-    decode = decode[: max(1, MOST_LOOKUPS // (trace.n_layers * trace.top_k))]
+    decode = decode[: max(2 * LEAST_PAIRS, MOST_LOOKUPS // (trace.n_layers * trace.top_k))]
     experts, conversation = trace.experts[decode], trace.conversation[decode]
     if np.count_nonzero(np.diff(conversation) == 0) < LEAST_PAIRS:
         return None

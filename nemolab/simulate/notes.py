@@ -9,6 +9,7 @@ import numpy as np
 
 from nemolab.simulate.asked import show_budget
 from nemolab.simulate.floor import lru_floor, token_cycle, warn_below_floor
+from nemolab.simulate.independence import looks_independent
 from nemolab.simulate.lookups import DECODE, PREFILL, Lookups
 from nemolab.simulate.summary import is_synthetic
 from nemolab.units import Budget, show_bytes
@@ -53,6 +54,10 @@ def _about_trace(trace: Trace) -> list[str]:
         notes.append(
             "the experts of a token are not in rank order in this file: ties in recency follow the file's order"
         )
+    told = trace.meta.taken.get("notes", ())
+    notes += [note for note in told if isinstance(note, str) and note.isprintable()]  # of a file, so of a stranger
+    if not is_synthetic(trace) and (note := looks_independent(trace)):
+        notes.append(note)
     return notes
 
 
