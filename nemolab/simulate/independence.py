@@ -53,5 +53,6 @@ def looks_independent(trace: Trace, *, seed: int = 0) -> str | None:
         return None
     return (
         f"{found.repeat_rate:.1%} of the experts repeat from token to token, no more than in shuffled order"
-        f" ({found.by_chance:.1%}): this routing looks like independent draws, where what was used last says nothing"
+        f" ({found.by_chance:.1%}): this routing looks like independent draws: what was used last does"
+        " not tell what comes next, so recency is worth nothing here"
     )
