@@ -19,6 +19,7 @@ def bench():
       nemolab bench decode
       nemolab bench expert --active 0.075 --record --json
       nemolab bench repack --folder /nvme
+      nemolab bench replay
     """
 
 
@@ -111,6 +112,54 @@ def repack(layout, gib, folder, repeats, memory, record):
     return _answer(bench_repack(layout, gib, folder, repeats), record)
 
 
+@verb("linear")
+@click.option("--tokens", type=click.IntRange(min=1), default=2048, show_default=True, help="Of the prompt.")
+@click.option("--repeats", type=click.IntRange(min=3), default=9, show_default=True, help="Rounds.")
+@click.option("--record", is_flag=True, help="Keep the samples as rows in data/measurements.")
+def linear(tokens, repeats, record):
+    """Dense products on a CUDA card, straight from FP8 and 4-bit bytes.
+
+    One token: matrices of 64 MB and more, one after another, beside the bandwidth of a kernel that only reads.
+    A prompt: beside torch's BF16 product of the same shape. All in one run. Needs a card.
+
+    \b
+    Examples:
+      nemolab bench linear
+      nemolab bench linear --tokens 512 --record --json
+    """
+    from nemolab.measure.bench_linear import bench_linear
+
+    return _answer(bench_linear(tokens, repeats), record)
+
+
+@verb("replay")
+@click.option("--trace", type=PathName(), default=None, metavar="FILE", help="Routing; default: synthetic, as Super's.")
+@click.option("--tokens", type=click.IntRange(min=2), default=5000, show_default=True, help="Of the synthetic trace.")
+@click.option("--alone", is_flag=True, help="Without libCacheSim beside it.")
+@click.option("--repeats", type=click.IntRange(min=3), default=5, show_default=True, help="Rounds.")
+@click.option("--record", is_flag=True, help="Keep the samples as rows in data/measurements.")
+def replay(trace, tokens, alone, repeats, record):
+    """How fast traces are replayed: every policy, the whole LRU curve, and libCacheSim's trace runner beside them.
+
+    The synthetic trace has 40 layers, top 22 of 512 experts: 880 lookups a token. One thread, wall time, compiled
+    beforehand. libCacheSim (pip install libcachesim) runs the same keys one by one, as ours do in that part, at 32
+    sizes of cache; it gets the size of hash table with which it is fastest.
+
+    \b
+    Examples:
+      nemolab bench replay
+      nemolab bench replay --tokens 500 --alone
+      nemolab bench replay --trace my.trace --record --json
+    """
+    from nemolab.measure.bench_replay import bench_replay
+
+    data = bench_replay(trace, tokens=tokens, repeats=repeats, rival=not alone)
+    answer = _answer(data, record)
+    speeds = [[name, _plain(rate), _plain(data["first_call_s"][name])] for name, rate in data["policies"].items()]
+    speeds_table = table(["policy", "million lookups/s", "first call, s"], speeds)
+    return Answer(data, f"{speeds_table}\n\n{answer.text}")
+
+
 def _answer(data: dict, record: bool) -> Answer:
     if record:
         from nemolab.measure import record as keep
@@ -129,3 +178,5 @@ def _plain(value: int | float | str) -> str:
 bench.add_command(decode)
 bench.add_command(expert)
 bench.add_command(repack)
+bench.add_command(linear)
+bench.add_command(replay)

@@ -70,10 +70,6 @@ class Lookups:
         """bool [batches]: prompt passes that leave no trace in the cache."""
         return np.zeros(self.n_batches, bool) if self.prefill_warms else self.phase == PREFILL
 
-    def batch_of_lookup(self) -> np.ndarray:
-        """int64 [lookups]: which batch each belongs to."""
-        return np.repeat(np.arange(self.n_batches), np.diff(self.starts))
-
     def count_tokens(self, phase: int | None = None) -> int:
         """Tokens of a phase, or of both: of each step, those that the layer with the most saw."""
         if not self.n_batches:
@@ -89,10 +85,14 @@ class Lookups:
 
     def of_layer(self, layer: int) -> Lookups:
         """The batches of one layer."""
-        chosen = self.layer == layer
-        counts = np.diff(self.starts)
-        starts = np.concatenate([[0], np.cumsum(counts[chosen])]).astype(np.int64)
-        return self._cut(chosen, self.keys[np.repeat(chosen, counts)], starts)
+        return self.take(np.flatnonzero(self.layer == layer))[0]
+
+    def take(self, batches: np.ndarray) -> tuple[Lookups, np.ndarray]:
+        """These batches in this order, and where their lookups stand here."""
+        counts = np.diff(self.starts)[batches]
+        starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        places = np.repeat(self.starts[batches] - starts[:-1], counts) + np.arange(starts[-1])
+        return self._cut(batches, self.keys[places], starts), places
 
     def _cut(self, chosen, keys: np.ndarray, starts: np.ndarray) -> Lookups:
         by_batch = {name: getattr(self, name)[chosen] for name in ("layer", "step", "phase", "conversation", "tokens")}

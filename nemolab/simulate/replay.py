@@ -197,15 +197,18 @@ def _run(job: _Job, policy: Policy, part: Lookups, alone: bool, outcome, issued,
 
 def _run_layers(job: _Job, part: Lookups, outcome, issued, taken, wasted) -> None:
     """An LRU of its own for each layer, with an equal share of the budget."""
-    batch_of_lookup = part.batch_of_lookup()
     share = _Job(job.sizes, job.capacity // part.n_layers, job.prefetch, job.reads_in_time, job.seed)
-    for layer in np.unique(part.layer):
-        batches = np.flatnonzero(part.layer == layer)
-        places = np.flatnonzero((part.layer == layer)[batch_of_lookup])
-        written = np.zeros(len(places), np.uint8), *(np.zeros(len(batches), np.int64) for _ in range(3))
-        _run(share, POLICIES["lru"], part.of_layer(layer), True, *written)
-        outcome[places] = written[0]
-        issued[batches], taken[batches], wasted[batches] = written[1:]
+    order = np.argsort(part.layer, kind="stable")
+    sorted_part, places = part.take(order)
+    written = np.zeros(len(places), np.uint8), *(np.zeros(len(order), np.int64) for _ in range(3))
+    ends = np.cumsum(np.bincount(part.layer, minlength=part.n_layers)).tolist()
+    for first, last in zip([0, *ends[:-1]], ends, strict=True):
+        low, high = sorted_part.starts[first], sorted_part.starts[last]
+        alone = sorted_part.between(first, last)
+        _run(share, POLICIES["lru"], alone, True, written[0][low:high], *(by[first:last] for by in written[1:]))
+    outcome[places] = written[0]
+    for target, by_batch in zip((issued, taken, wasted), written[1:], strict=True):
+        target[order] = by_batch
 
 
 def _bytes_of_slots(lookups: Lookups, issued: np.ndarray) -> np.ndarray | None:
