@@ -68,12 +68,21 @@ def choose_experts(logits, bias, groups, top_groups, normalise, scaling, key, ex
         for e in range(count):
             if not chosen[e // size]:
                 key[e] = -np.inf
+    # In order of ids, each moves ahead of those with smaller keys; most have no place among the best so far.
+    held = 0
+    for e in range(count):
+        if held < experts.shape[0]:
+            held += 1
+        elif key[e] <= key[experts[held - 1]]:
+            continue
+        place = held - 1
+        while place > 0 and key[experts[place - 1]] < key[e]:
+            experts[place] = experts[place - 1]
+            place -= 1
+        experts[place] = e
     total = np.float32(0)
     for rank in range(experts.shape[0]):
-        e = _largest(key, np.int64(0), count)
-        key[e] = -np.inf
-        experts[rank] = e
-        weights[rank] = np.float32(1) / (np.float32(1) + math.exp(-logits[e]))
+        weights[rank] = np.float32(1) / (np.float32(1) + math.exp(-logits[experts[rank]]))
         total += weights[rank]
     divisor = total + np.float32(1e-20) if normalise else np.float32(1)
     for rank in range(experts.shape[0]):

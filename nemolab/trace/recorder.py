@@ -115,14 +115,18 @@ class Recorder:
         first, last = self._tokens, self._tokens + len(token_ids)
         if last > self._capacity:
             self._grow(last)
-        at, rows = slice(first, last), self._rows
+        at, rows, place = slice(first, last), self._rows, state.tokens
+        if phase == DECODE:  # a single number is put in its place far sooner than a slice
+            at, token_ids = first, token_ids[0]
+        else:
+            place = np.arange(place, place + last - first)
         rows["phase"][at] = phase
         rows["conversation"][at] = self._conversation_of(state)
-        rows["position"][at] = range(state.tokens, state.tokens + last - first)
+        rows["position"][at] = place
         rows["step"][at] = self._steps
         if "token_ids" in rows:
             rows["token_ids"][at] = token_ids
-        self._step_rows = at
+        self._step_rows = slice(first, last)
 
     def decode_layer(
         self,
@@ -167,7 +171,11 @@ class Recorder:
         rows["live_misses"][at.start : at.stop - 1, layer] = -1
         rows["live_misses"][at.stop - 1, layer] = misses
         self._count_active(at, layer, active)
-        self._guess(at, layer, np.ascontiguousarray(h), GUESSES)
+        if self._routers:
+            inputs = np.ascontiguousarray(h)
+            for ahead, name in GUESSES.items():
+                if layer + ahead < self.n_layers:
+                    rows[name][at, layer + ahead] = self._ask(layer + ahead, inputs)
 
     def end_step(self) -> None:
         """The pass has come to its end: from here on it is part of the trace."""
@@ -181,10 +189,16 @@ class Recorder:
         held, at = self._held, slice(self._tokens - self._held, self._tokens)
         if not held:
             return
-        made_here = {ahead: name for ahead, name in GUESSES.items() if not (self._handed and ahead == 1)}
         for layer in range(self.n_layers):
             self._count_active(at, layer, self._active[layer, :held])
-            self._guess(at, layer, self._h[layer, :held], made_here)
+        nearest, furthest = 1 + self._handed, max(GUESSES)
+        for target in range(1, self.n_layers):
+            # All inputs that one router is asked about go through it together.
+            sources = range(max(0, target - furthest), target - nearest + 1)
+            if sources and self._routers:
+                inputs = np.ascontiguousarray(self._h[sources.start : sources.stop, :held])
+                for layer, chosen in zip(sources, self._ask(target, inputs), strict=True):
+                    self._rows[GUESSES[target - layer]][at, target] = chosen
         self._held = 0
 
     def trace(self, **taken: Any) -> Trace:
@@ -226,16 +240,10 @@ class Recorder:
         self._rows["active_neurons"][at, layer] = np.bitwise_count(active).sum(axis=-1, dtype=np.int32)
         self._rows["active_groups"][at, layer] = np.count_nonzero(active, axis=-1)
 
-    def _guess(self, at: slice, layer: int, h: np.ndarray, names: dict[int, str]) -> None:
-        """What the routers of the next layers make of this layer's input h [tokens, hidden], rescaled by nothing."""
-        if self._routers is None:
-            return
+    def _ask(self, layer: int, h: np.ndarray) -> np.ndarray:
+        """What the router of a layer makes of inputs h [..., hidden], rescaled by nothing: ids [..., guesses]."""
         from nemolab.kernels.router_many import router_many
 
         team, gates, biases, *limits = self._routers
-        for ahead, name in names.items():
-            target = layer + ahead
-            if target < self.n_layers:
-                self._rows[name][at, target] = router_many(
-                    team, gates[target], biases[target], h, self.guesses, *limits
-                )
+        flat = h.reshape(-1, h.shape[-1])
+        return router_many(team, gates[layer], biases[layer], flat, self.guesses, *limits).reshape(*h.shape[:-1], -1)
