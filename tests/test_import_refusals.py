@@ -20,6 +20,7 @@ CSV = route_csv(EXPERTS, WEIGHTS)
 TOKENS = token_lines(EXPERTS)
 LAYERS = layer_lines(EXPERTS, WEIGHTS)
 ROWS = CSV.splitlines()
+WHOLE = route_csv(EXPERTS, WEIGHTS, short=False)
 
 
 @pytest.fixture
@@ -203,6 +204,10 @@ SPOILED_CSV = {
         "step falls from 6 to 5 within layer 0",
     ),
     "a prompt that lost a middle layer": (drop_lines(6 + 8, 6 + 9), "step 0, layer 1 has 0 of 2 ranks"),
+    "a prompt whose last layer saw all but one": (
+        "".join(line for line in WHOLE.splitlines(True) if not line.startswith("0,0,1,2,")),
+        "step 1, layer 2 has 0 of 2 ranks",
+    ),
     "a prompt without its last token's last layer": (
         CSV.replace("\n0,0,3,2,0", "\n#").replace("\n0,0,3,2,1", "\n#"),
         "step 3, layer 2 has 0 of 2 ranks",
