@@ -101,7 +101,7 @@ class Replay:
             "prefetch_issued": issued,
             "prefetch_useful": int(np.count_nonzero(outcome & USEFUL)),
             "prefetch_wasted": int(self.wasted[batches].sum()),
-            "prefetch_late": int(np.count_nonzero(outcome & LATE)) if self.timed else None,
+            "prefetch_late": int(np.count_nonzero(outcome & LATE)) if self.timed or not self.prefetch else None,
         }
 
 

@@ -71,7 +71,7 @@ def measure_trace(trace: Trace, *, cold: bool = False) -> dict[str, Any]:
         "distinct_experts": int(np.count_nonzero(counts)),
         "experts": counts.size,
         "hottest_quarter_share": measures.hottest_share(counts),
-        "repeat_rate": measures.repeat_rate(experts, _number_runs(trace)[chosen]),
+        "repeat_rate": measures.repeat_rate(experts, _number_runs(trace.conversation[chosen], trace.position[chosen])),
         "repeat_rate_by_chance": trace.top_k / n_experts,
         "compulsory_share": histogram.never / n_lookups if n_lookups else None,
         "entropy_bits": measures.entropy_bits(counts).tolist(),
@@ -107,9 +107,9 @@ def _rate_guesses(experts: np.ndarray, guesses: np.ndarray) -> dict[str, Any]:
     }
 
 
-def _number_runs(trace: Trace) -> np.ndarray:
+def _number_runs(conversation: np.ndarray, position: np.ndarray) -> np.ndarray:
     """A number for each run of tokens that follow one another: within a conversation, no position left out."""
-    breaks = (np.diff(trace.conversation) != 0) | (np.diff(trace.position) != 1)
+    breaks = (np.diff(conversation) != 0) | (np.diff(position) != 1)
     return np.concatenate([[0], np.cumsum(breaks)])
 
 

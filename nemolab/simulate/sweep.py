@@ -28,8 +28,9 @@ def sweep(
 
     Raises what `replay` raises, and TraceError where the trace does not know what is asked for, before any work.
     """
+    prefetches = list(prefetches)
+    check_answerable(lookups, budgets, prefetches)
     cases = [(policy, budget, depth) for policy in policies for budget in budgets for depth in prefetches]
-    check_answerable(lookups, budgets, (depth for _, _, depth in cases))
     rows = []
     for number, (policy, budget, depth) in enumerate(cases):
         if progress:
