@@ -10,12 +10,15 @@ For each part and output the ranks are added in order, then the parts as a fixed
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 
 from nemolab.errors import EngineError
 from nemolab.kernels.gpu.decode import E2M1_UNIT, E4M3_UNIT
+from nemolab.kernels.gpu.launch import Prepared
 
 _BLOCK = 16  # outputs a program: 64 bytes of each row of partial sums
 _DOWN_UNIT = E2M1_UNIT * E4M3_UNIT
@@ -28,7 +31,7 @@ def combine_torch(partial: torch.Tensor, weights: torch.Tensor, ids: torch.Tenso
     return total.unflatten(0, (8, -1)).T.flatten()
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["weights", "ids", "scales_2", "out"])
 def _combine_kernel(
     partial,
     weights,
@@ -50,39 +53,56 @@ def _combine_kernel(
     total = tl.zeros([PARTS_2, BLOCK], tl.float32)
     for rank in tl.static_range(RANKS):
         factor = tl.load(weights + rank) * (tl.load(scales_2 + 2 * tl.load(ids + rank).to(tl.int64) + 1) * DOWN_UNIT)
-        total = tl.fma(tl.load(at + rank * PARTS * WIDTH, mask=inside, other=0.0), factor, total)
+        total += tl.load(at + rank * PARTS * WIDTH, mask=inside, other=0.0) * factor
     output = column % (WIDTH // 8) * 8 + column // (WIDTH // 8)
     tl.store(out + output, tl.sum(total, 0), mask=column < WIDTH)
 
 
-def combine(
-    partial: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, scales_2: torch.Tensor, out: torch.Tensor
-) -> None:
-    """Same contract as `combine_torch`, into `out`; all on one device and contiguous.
+class Combine:
+    """The sum for one shape: `ranks` K, `parts` P and `width` X."""
 
-    Raises EngineError where shapes or types do not fit.
-    """
-    ranks, parts, width = partial.shape
-    fits = (weights.shape, ids.shape, out.shape) == ((ranks,), (ranks,), (width,)) and scales_2.shape[1:] == (2,)
-    floats = all(t.dtype == torch.float32 for t in (partial, weights, scales_2, out)) and ids.dtype == torch.int32
-    tensors = (partial, weights, ids, scales_2, out)
-    if not (fits and floats and width % 8 == 0 and all(t.is_contiguous() for t in tensors)):
-        raise EngineError(
-            f"combine: {', '.join(f'{list(t.shape)} {t.dtype}' for t in tensors)}; needed are contiguous float32 "
-            "[K, P, X], [K], int32 [K], float32 [E, 2] and [X], X a multiple of 8"
+    def __init__(self, ranks: int, parts: int, width: int):
+        self.shape = (ranks, parts, width)
+        parts_2 = triton.next_power_of_2(parts)
+        constants = {
+            "RANKS": ranks,
+            "PARTS": parts,
+            "WIDTH": width,
+            "PARTS_2": parts_2,
+            "BLOCK": _BLOCK,
+            "DOWN_UNIT": _DOWN_UNIT,
+        }
+        self._kernel = Prepared(_combine_kernel, constants, num_warps=max(1, min(8, parts_2 * _BLOCK // 128)))
+        self._grid = (triton.cdiv(width, _BLOCK),)
+
+    def bind(
+        self, partial: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, scales_2: torch.Tensor, out: torch.Tensor
+    ) -> Callable[[], None]:
+        """The sum on these buffers, checked once: a function that launches it on torch's current stream.
+
+        All on one device and contiguous. Raises EngineError where shapes or types do not fit.
+        """
+        ranks, _, width = self.shape
+        tensors = [partial, weights, ids, scales_2, out]
+        shapes = tuple(partial.shape) == self.shape and scales_2.shape[1:] == (2,)
+        fits = (
+            shapes
+            and (weights.shape, ids.shape, out.shape) == ((ranks,), (ranks,), (width,))
+            and width % 8 == 0
+            and partial.data_ptr() % 16 == 0
         )
-    parts_2 = triton.next_power_of_2(parts)
-    _combine_kernel[(triton.cdiv(width, _BLOCK),)](
-        partial,
-        weights,
-        ids,
-        scales_2,
-        out,
-        RANKS=ranks,
-        PARTS=parts,
-        WIDTH=width,
-        PARTS_2=parts_2,
-        BLOCK=_BLOCK,
-        DOWN_UNIT=_DOWN_UNIT,
-        num_warps=max(1, min(8, parts_2 * _BLOCK // 128)),
-    )
+        floats = all(t.dtype == torch.float32 for t in (partial, weights, scales_2, out)) and ids.dtype == torch.int32
+        if not (fits and floats and all(t.is_contiguous() and t.device == out.device for t in tensors)):
+            raise EngineError(
+                f"combine: {', '.join(f'{list(t.shape)} {t.dtype}' for t in tensors)}; needed are contiguous float32 "
+                f"{list(self.shape)}, [{ranks}], int32 [{ranks}], float32 [E, 2] and [{width}]"
+            )
+        values = [t.data_ptr() for t in tensors]
+
+        def launch() -> None:
+            if self._kernel.ready:
+                self._kernel.launch(self._grid, values, torch.cuda.current_stream().cuda_stream)
+            else:
+                self._kernel(self._grid, tensors)
+
+        return launch

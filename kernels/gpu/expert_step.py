@@ -1,11 +1,11 @@
 """Routed experts of one token on the card, each read where it lies: up, ReLU^2, down, in one launch.
 
-partial [K, P, X] = for each rank and each part of an expert's groups, its share of down(relu(up(x))^2), float32, without
-down's scale_2 and the rank's weight: `combine` makes the token's output of it. Output 8 * w + p stands at p * X/8 + w.
+partial [K, P, X] = for each rank and each part of an expert's groups, its share of down(relu(up(x))^2), float32, before
+down's scale_2 and the rank's weight: `combine` makes the token's output of it. Output 8 w + p stands at p * X/8 + w.
 
     x         float32 [X]
-    blocks    layout `neuron`, X and I multiples of 16, 16-byte aligned; up and down may lie in different places: a table
-              has an address for each rank, of memory on the card or of page-locked memory on the host
+    blocks    layout `neuron`, X and I multiples of 16, 16-byte aligned; up and down may lie in different places: a
+              table has an address for each rank, of memory on the card or of page-locked memory on the host
     active    int32 [K, I/16]: which neurons of each group are active, the lowest neuron in the lowest bit
 
 Up is read whole, of down one of three amounts:
@@ -14,10 +14,10 @@ Up is read whole, of down one of three amounts:
     GROUPED  groups of 16 with an active neuron           groups * (8 * X + X)
     ROWS     of those the scales, and only active rows    groups * X + neurons * X/2
 
-What is not read counts as zero, and so does an inactive neuron: its product is exactly zero. One program computes up for
-sixteen neurons, sees which are active, and goes on with down for these: nothing waits for a launch between the two, and
-the bus never idles. The order of all sums is fixed, and all strategies run *the same compiled code*: amount, tables and
-ranks are data, never constants or specialisations, so they agree to the bit by construction.
+What is not read counts as zero, and so does an inactive neuron: its product is exactly zero. One program computes up
+for sixteen neurons, sees which are active, and goes on with down for these: nothing waits for a launch between the two,
+and the bus never idles. The order of all sums is fixed, and all strategies run *the same compiled code*: amount, tables
+and ranks are data, never constants or specialisations, so they agree to the bit by construction.
 
 A rank whose address is 0 (an expert that is still to be read from disk) is left out; a second launch for the missing
 ranks, once they are there, fills in its rows of `partial`.
@@ -33,11 +33,12 @@ from nemolab.checkpoint import formats
 from nemolab.checkpoint.formats import GROUP
 from nemolab.errors import EngineError
 from nemolab.kernels.gpu.decode import E2M1_UNIT, E4M3_UNIT, decode_e2m1, decode_e4m3
+from nemolab.kernels.gpu.launch import Prepared
 
 WHOLE, GROUPED, ROWS = 0, 1, 2  # how much of down is read
 
-_GROUPS_A_PART = 4  # groups of 16 neurons that one program adds up
-_WORDS_A_WARP = 128  # int32 words of a row: 16 bytes for each of 32 lanes
+_GROUPS_A_PART = 2  # groups of 16 neurons that one program adds up
+_WORDS_A_WARP = 64  # int32 words of a row: two warps share a group of Super, in half the time of one
 _UP_UNIT = E2M1_UNIT * E4M3_UNIT
 
 
@@ -99,7 +100,7 @@ def _expert_kernel(
     rank = tl.load(ranks + first + tl.program_id(0)).to(tl.int64)
     part = tl.program_id(1)
     expert = tl.load(ids + rank).to(tl.int64)
-    if (part == 0) & (post != 0):
+    if part == 0:
         # Told to the CPU at once, through page-locked memory it looks at: it may have to read what is missing.
         tl.store(post.to(tl.pointer_type(tl.int32)) + rank, expert.to(tl.int32), cache_modifier=".wt")
     up_at = tl.load(up_table + tl.load(up_index + rank).to(tl.int64))
@@ -155,13 +156,17 @@ def _expert_kernel(
             )
             scales = decode_e4m3(tl.reshape(s.to(tl.int32)[:, :, None] >> shift[None, None, :], [16, WORDS // 2]))
             low, high = decode_e2m1(w, 0)
-            dots = tl.fma(high, x4[None, :], low * x0[None, :])
+            dots = low * x0[None, :]
+            dots += high * x4[None, :]
             low, high = decode_e2m1(w, 1)
-            dots = tl.fma(high, x5[None, :], tl.fma(low, x1[None, :], dots))
+            dots += low * x1[None, :]
+            dots += high * x5[None, :]
             low, high = decode_e2m1(w, 2)
-            dots = tl.fma(high, x6[None, :], tl.fma(low, x2[None, :], dots))
+            dots += low * x2[None, :]
+            dots += high * x6[None, :]
             low, high = decode_e2m1(w, 3)
-            dots = tl.fma(high, x7[None, :], tl.fma(low, x3[None, :], dots))
+            dots += low * x3[None, :]
+            dots += high * x7[None, :]
             pairs = tl.sum(tl.reshape(dots, [16, WORDS // 2, 2]), 2)
             u = tl.sum(pairs * scales, 1) * factor
             h = tl.where(u <= 0, 0.0, u * u)  # NaN is not <= 0, and must not be lost
@@ -176,17 +181,17 @@ def _expert_kernel(
                 t = tl.where(bits != 0, t, 0)  # where nothing is active, not even a NaN counts
                 heights = h[:, None]
                 low, high = decode_e2m1(v, 0)
-                y0 = tl.fma(tl.sum(low * heights, 0), decode_e4m3(t.to(tl.int32)), y0)
-                y4 = tl.fma(tl.sum(high * heights, 0), decode_e4m3((t >> 32).to(tl.int32)), y4)
+                y0 += tl.sum(low * heights, 0) * decode_e4m3(t.to(tl.int32))
+                y4 += tl.sum(high * heights, 0) * decode_e4m3((t >> 32).to(tl.int32))
                 low, high = decode_e2m1(v, 1)
-                y1 = tl.fma(tl.sum(low * heights, 0), decode_e4m3((t >> 8).to(tl.int32)), y1)
-                y5 = tl.fma(tl.sum(high * heights, 0), decode_e4m3((t >> 40).to(tl.int32)), y5)
+                y1 += tl.sum(low * heights, 0) * decode_e4m3((t >> 8).to(tl.int32))
+                y5 += tl.sum(high * heights, 0) * decode_e4m3((t >> 40).to(tl.int32))
                 low, high = decode_e2m1(v, 2)
-                y2 = tl.fma(tl.sum(low * heights, 0), decode_e4m3((t >> 16).to(tl.int32)), y2)
-                y6 = tl.fma(tl.sum(high * heights, 0), decode_e4m3((t >> 48).to(tl.int32)), y6)
+                y2 += tl.sum(low * heights, 0) * decode_e4m3((t >> 16).to(tl.int32))
+                y6 += tl.sum(high * heights, 0) * decode_e4m3((t >> 48).to(tl.int32))
                 low, high = decode_e2m1(v, 3)
-                y3 = tl.fma(tl.sum(low * heights, 0), decode_e4m3((t >> 24).to(tl.int32)), y3)
-                y7 = tl.fma(tl.sum(high * heights, 0), decode_e4m3((t >> 56).to(tl.int32)), y7)
+                y3 += tl.sum(low * heights, 0) * decode_e4m3((t >> 24).to(tl.int32))
+                y7 += tl.sum(high * heights, 0) * decode_e4m3((t >> 56).to(tl.int32))
         # Output 8 * word + place stands at place * ROW + word, so that neighbouring lanes write neighbouring words.
         at = partial + (rank * tl.num_programs(1) + part) * WIDTH + word
         tl.store(at, y0, mask=inside)
@@ -216,68 +221,73 @@ class ExpertStep:
         self.partial = torch.empty(top_k, self.parts, width, device=device)
         self.active = torch.empty(top_k, inter // GROUP, dtype=torch.int32, device=device)
         self.all_ranks = torch.arange(top_k, dtype=torch.int32, device=device)
+        self._nowhere = torch.empty(top_k, dtype=torch.int32, device=device)
+        words = max(2, triton.next_power_of_2(width // 8))
+        constants = {
+            "INTER": inter,
+            "WIDTH": width,
+            "GROUPS_A_PART": _GROUPS_A_PART,
+            "WORDS": words,
+            "PACK": 4 if width % 64 == 0 else 2 if width % 32 == 0 else 1,
+            "UP_UNIT": _UP_UNIT,
+        }
+        warps = max(1, words // _WORDS_A_WARP)
+        self._kernel = Prepared(_expert_kernel, constants, num_warps=warps, num_stages=1)
 
-    @property
-    def payload_bytes(self) -> int:
-        return self.inter * self.width * 9 // 8
-
-    def launch(
+    def bind(
         self,
         up: tuple[torch.Tensor, torch.Tensor],
         down: tuple[torch.Tensor, torch.Tensor],
         ids: torch.Tensor,
         scales_2: torch.Tensor,
         x: torch.Tensor,
-        *,
-        amount: int = ROWS,
-        first: int = 0,
-        count: int | None = None,
         ranks: torch.Tensor | None = None,
-        post: int = 0,
-    ) -> None:
-        """Compute ranks[first : first + count] into `.partial` and `.active`.
+    ) -> BoundStep:
+        """The step on these buffers, checked once and launched often.
 
         up, down   (table int64 of block addresses, index int32 [top_k]): rank k's block is at table[index[k]], 0 if it
                    is not there yet
-        ids        int32 [top_k], experts by rank; scales_2 float32 [E, 2]; x float32 [X]
-        ranks      int32, by default all; post: an address of int32 [top_k] that the CPU can see, where the ids are
-                   written as soon as the kernel starts, or 0
+        ids        int32 [top_k], experts by rank; scales_2 float32 [E, 2]; x float32 [X], 16-byte aligned
+        ranks      int32, by default all
         Raises EngineError where they do not fit.
         """
         ranks = self.all_ranks if ranks is None else ranks
-        count = ranks.numel() - first if count is None else count
         small = (up[1], down[1], ids, ranks)
         fits = ids.numel() == up[1].numel() == down[1].numel() == self.top_k and x.shape == (self.width,)
         types = all(t.dtype == torch.int32 for t in small) and up[0].dtype == down[0].dtype == torch.int64
-        floats = x.dtype == scales_2.dtype == torch.float32 and scales_2.shape[1:] == (2,)
+        floats = x.dtype == scales_2.dtype == torch.float32 and scales_2.shape[1:] == (2,) and x.data_ptr() % 16 == 0
         here = all(t.device == self.partial.device and t.is_contiguous() for t in (*up, *down, *small, x, scales_2))
         if not (fits and types and floats and here):
             raise EngineError(
                 f"expert step of {self.top_k} ranks and {self.width} inputs: ids {list(ids.shape)} {ids.dtype}, index "
                 f"{list(up[1].shape)} and {list(down[1].shape)}, x {list(x.shape)} {x.dtype}; all contiguous on "
-                f"{self.partial.device}, int32 but for tables (int64), x and scales_2 (float32)"
+                f"{self.partial.device}, int32 but for tables (int64), x and scales_2 (float32), x 16-byte aligned"
             )
-        if first < 0 or count < 1 or first + count > ranks.numel() or amount not in (WHOLE, GROUPED, ROWS):
-            raise EngineError(f"expert step: ranks {first} to {first + count} of {ranks.numel()}, amount {amount}")
-        words = max(2, triton.next_power_of_2(self.width // 8))
-        _expert_kernel[(count, self.parts)](
-            ranks,
-            first,
-            *up,
-            *down,
-            ids,
-            scales_2,
-            x,
-            self.partial,
-            self.active,
-            amount,
-            post,
-            INTER=self.inter,
-            WIDTH=self.width,
-            GROUPS_A_PART=_GROUPS_A_PART,
-            WORDS=words,
-            PACK=4 if self.width % 64 == 0 else 2 if self.width % 32 == 0 else 1,
-            UP_UNIT=_UP_UNIT,
-            num_warps=max(1, words // _WORDS_A_WARP),
-            num_stages=1,
-        )
+        tensors = [ranks, 0, *up, *down, ids, scales_2, x, self.partial, self.active, 0, self._nowhere.data_ptr()]
+        return BoundStep(self._kernel, tensors, self.parts)
+
+
+class BoundStep:
+    """An expert step on its buffers: what `ExpertStep.bind` gives."""
+
+    def __init__(self, kernel: Prepared, arguments: list, parts: int):
+        self._kernel, self._arguments, self._parts = kernel, arguments, parts
+        self._ranks, self._nowhere = arguments[0].numel(), arguments[-1]
+        self._values = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
+
+    def launch(self, *, amount: int = ROWS, first: int = 0, count: int | None = None, post: int | None = None) -> None:
+        """Compute ranks[first : first + count] into `.partial` and `.active` of the step, on torch's current stream.
+
+        post  address of int32 [top_k] in page-locked memory: ids are written there as soon as the kernel starts
+        """
+        count = self._ranks - first if count is None else count
+        if first < 0 or count < 1 or first + count > self._ranks or amount not in (WHOLE, GROUPED, ROWS):
+            raise EngineError(f"expert step: ranks {first} to {first + count} of {self._ranks}, amount {amount}")
+        changing = {1: first, 11: amount, 12: self._nowhere if post is None else post}
+        grid = (count, self._parts)
+        for place, value in changing.items():
+            self._arguments[place] = self._values[place] = value
+        if not self._kernel.ready:
+            self._kernel(grid, self._arguments)
+        else:
+            self._kernel.launch(grid, self._values, torch.cuda.current_stream().cuda_stream)

@@ -160,6 +160,32 @@ def replay(trace, tokens, alone, repeats, record):
     return Answer(data, f"{speeds_table}\n\n{answer.text}")
 
 
+@verb("moe-step")
+@click.option("--shape", default="super", show_default=True, help="Sizes of an expert: super, nano or tiny.")
+@click.option("--experts", type=click.IntRange(min=1), default=22, show_default=True, help="Chosen for a token.")
+@click.option("--active", type=click.FloatRange(0, 1), default=0.075, show_default=True, help="Share of neurons.")
+@click.option("--cached", type=click.IntRange(min=1), default=512, show_default=True, help="Experts to choose from.")
+@click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, help="In a row, for a sample.")
+@click.option("--repeats", type=click.IntRange(min=3), default=9, show_default=True, help="Rounds.")
+@click.option("--record", is_flag=True, help="Keep the samples as rows in data/measurements.")
+def moe_step(shape, experts, active, cached, steps, repeats, record):
+    """One MoE layer on a CUDA card, by each way for experts to reach the arithmetic.
+
+    Everything lies in page-locked memory. A strategy's floor is the time its bytes take: those it copies at the rate of
+    a plain copy, those it reads in place at the rate of a kernel that only adds up; both are measured in the same run.
+    The strategies' outputs must be equal to the bit.
+
+    \b
+    Examples:
+      nemolab bench moe-step
+      nemolab bench moe-step --active 0.5 --json
+    """
+    from nemolab.measure.bench_moe_step import bench_moe_step
+
+    data = bench_moe_step(shape, experts, active, cached, steps, repeats)
+    return _answer(data, record)
+
+
 def _answer(data: dict, record: bool) -> Answer:
     if record:
         from nemolab.measure import record as keep
@@ -180,3 +206,4 @@ bench.add_command(expert)
 bench.add_command(repack)
 bench.add_command(linear)
 bench.add_command(replay)
+bench.add_command(moe_step)

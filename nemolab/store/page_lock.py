@@ -14,6 +14,8 @@ from __future__ import annotations
 import ctypes
 from typing import Protocol
 
+import numpy as np
+
 from nemolab.errors import StoreError
 from nemolab.units import PAGE_BYTES, show_bytes
 
@@ -53,6 +55,10 @@ class Driver:
                 raise StoreError(f"CUDA card {device} cannot be used: {done}")
         self._copy = self._cuda.cuMemcpyAsync  # types declared once: it is called for every expert of every layer
         self._copy.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+        self.copy_batch = getattr(self._cuda, "cuMemcpyBatchAsync_v2", None)  # from CUDA 13 on
+        if self.copy_batch is not None:
+            pointer, size = ctypes.c_void_p, ctypes.c_size_t
+            self.copy_batch.argtypes = [pointer, pointer, pointer, size, pointer, pointer, size, pointer]
         if not same.value:
             raise StoreError(f"CUDA card {device} sees page-locked memory under other addresses than the CPU")
 
@@ -68,16 +74,44 @@ class Driver:
         """Queue a copy between any two addresses on a stream. Raises StoreError."""
         status = self._copy(to, source, nbytes, stream)
         if status:
-            raise StoreError(f"copying {nbytes} bytes from {source:#x} to {to:#x}: {self._name(status)}")
+            raise StoreError(f"copying {nbytes} bytes from {source:#x} to {to:#x}: {self.name_error(status)}")
 
     def _call(self, name: str, *arguments) -> str | None:
         status = getattr(self._cuda, name)(*arguments)
-        return self._name(status) if status else None
+        return self.name_error(status) if status else None
 
-    def _name(self, status: int) -> str:
+    def name_error(self, status: int) -> str:
         text = ctypes.c_char_p()
         self._cuda.cuGetErrorName(status, ctypes.byref(text))
         return text.value.decode() if text.value else f"error {status}"
+
+
+class CopyBatch:
+    """Copies of equally many bytes between two lists of addresses, queued many at a time.
+
+    Between two copies of the ordinary kind the bus idles for 3 us (5 % of a copy of 3 MB); a batch, where the driver
+    knows it, goes through without a pause.
+    to, sources  int64 arrays of one length, looked at anew in each `run`; stream  one that is not the default
+    """
+
+    def __init__(self, driver: Driver, to: np.ndarray, sources: np.ndarray, nbytes: int, stream: int):
+        self._driver, self._to, self._sources, self._nbytes, self._stream = driver, to, sources, nbytes, stream
+        self._sizes = np.full(len(to), nbytes, np.uint64)
+        # One set of attributes, from the first copy on: sources are read in stream order, no hints, no flags.
+        self._attributes, self._start = np.array([1, 0, 0, 0, 0, 0], np.int32), np.zeros(1, np.uint64)
+        self._fixed = [array.ctypes.data for array in (to, sources, self._sizes, self._attributes, self._start)]
+
+    def run(self, first: int, count: int) -> None:
+        """Queue the copies `first` to `first + count`, in any order among themselves. Raises StoreError."""
+        batch = self._driver.copy_batch
+        if batch is None:
+            for place in range(first, first + count):
+                self._driver.copy(int(self._to[place]), int(self._sources[place]), self._nbytes, self._stream)
+            return
+        to, sources, sizes, attributes, start = self._fixed
+        status = batch(to + 8 * first, sources + 8 * first, sizes, count, attributes, start, 1, self._stream)
+        if status:
+            raise StoreError(f"copying {count} times {self._nbytes} bytes: {self._driver.name_error(status)}")
 
 
 class PageLock:
@@ -85,7 +119,7 @@ class PageLock:
 
     address, nbytes  a page-aligned range; row_bytes  what no chunk's border may cut (a block: a copy must not span two
                      registrations)
-    .locked_bytes    so much from the start is page-locked
+    .locked_bytes    so much from the start is page-locked; .chunk_bytes  in pieces of so much
     """
 
     def __init__(self, address: int, nbytes: int, row_bytes: int, locker: Locker, chunk_bytes: int = CHUNK_BYTES):
@@ -94,7 +128,7 @@ class PageLock:
                 f"page-locking {nbytes} bytes at {address:#x} in rows of {row_bytes}: whole pages are needed"
             )
         self._address, self._nbytes, self._locker = address, nbytes, locker
-        self._chunk_bytes = max(1, chunk_bytes // row_bytes) * row_bytes
+        self.chunk_bytes = max(1, chunk_bytes // row_bytes) * row_bytes
         self._chunks: list[int] = []
         self.locked_bytes = 0
 
@@ -104,7 +138,7 @@ class PageLock:
         A chunk that cannot be locked leaves nothing behind, and the next call tries again.
         """
         while self.locked_bytes < min(wanted_bytes, self._nbytes):
-            size = min(self._chunk_bytes, self._nbytes - self.locked_bytes)
+            size = min(self.chunk_bytes, self._nbytes - self.locked_bytes)
             problem = self._locker.lock(self._address + self.locked_bytes, size)
             if problem is not None:
                 return f"the driver page-locked {show_bytes(self.locked_bytes)} and no more ({problem})"

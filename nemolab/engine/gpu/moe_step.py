@@ -27,15 +27,15 @@ import numpy as np
 import torch
 
 from nemolab.errors import EngineError
-from nemolab.kernels.gpu.combine import combine
-from nemolab.kernels.gpu.expert_step import GROUPED, ROWS, ExpertStep
+from nemolab.kernels.gpu.combine import Combine
+from nemolab.kernels.gpu.expert_step import GROUPED, ROWS, BoundStep, ExpertStep
 from nemolab.store.arena import Arena
 from nemolab.store.direct_io import address
-from nemolab.store.page_lock import Driver, PageLock
+from nemolab.store.page_lock import CopyBatch, Driver, PageLock
 from nemolab.units import PAGE_BYTES
 
 STRATEGIES = ("whole", "grouped", "rows", "pull")
-_WAVES = {"whole": (12, 7, 3), "grouped": (8, 7, 7), "rows": (12, 7, 3)}  # experts of 22 copied before a kernel starts
+_WAVES = {"whole": (4, 11, 5, 2), "grouped": (4, 7, 7, 4), "rows": (4, 9, 6, 3)}  # of 22 experts
 _UNKNOWN = -1
 _CHOICE_TIMEOUT_S = 60.0
 
@@ -99,8 +99,10 @@ class MoeStep:
     """The step of one model on one card, by one strategy.
 
     inter, width, block_bytes  of an expert; top_k; table  where experts lie
-    waves                      ranks of each wave of copies, by default a share of top_k
     scales_2                   float32 [layers, experts, 2] on the card
+    waves                      experts of each wave of copies, by default a share of top_k
+    .x, .out                   float32 [X]; .ids int32 [top_k], .weights float32 [top_k]: what a step reads and writes,
+                               always the same buffers, so that it can be part of a CUDA graph
     For one thread, on torch's current stream. Raises EngineError for an unknown strategy or sizes that do not fit.
     """
 
@@ -109,7 +111,6 @@ class MoeStep:
         strategy: str,
         inter: int,
         width: int,
-        block_bytes: int,
         top_k: int,
         table: ExpertTable,
         scales_2: torch.Tensor,
@@ -118,67 +119,49 @@ class MoeStep:
     ):
         if strategy not in STRATEGIES:
             raise EngineError(f"unknown transfer strategy {strategy!r}; known: {', '.join(STRATEGIES)}")
-        self.strategy, self.top_k, self.table, self.scales_2 = strategy, top_k, table, scales_2
+        self.strategy, self.top_k, self.table = strategy, top_k, table
+        self._scales_2, self._driver = scales_2, driver
         device = scales_2.device
-        self._driver = driver
+        self.x, self.out = torch.zeros(2, width, device=device)
+        self.ids = torch.zeros(top_k, dtype=torch.int32, device=device)
+        self.weights = torch.zeros(top_k, device=device)
         self.step = ExpertStep(inter, width, top_k, device)
-        n_layers = table.device.shape[0]
+        self._combine = Combine(top_k, self.step.parts, width)
+        self._bound: dict[tuple[int, int], BoundStep] = {}
+        self._bound_sums: dict[int, Callable[[], None]] = {}
+        n_layers, n_experts = table.host.shape
+        self._seen = np.empty(n_experts, np.int64)
         self._choices = PinnedArray((n_layers, top_k), np.int32, driver)
-        self._seen = np.empty(table.host.shape[1], np.int64)
-        self._missing = PinnedArray((3, top_k), np.int64, driver)  # addresses, then ranks in one row, sent together
-        self._missing_table = torch.zeros(3, top_k, dtype=torch.int64, device=device)
+        self._missing = PinnedArray((2, top_k), np.int64, driver)  # addresses by rank; ranks, as int32
+        self._missing_there = torch.zeros(2, top_k, dtype=torch.int64, device=device)
+        self.waves = list(waves or spread(_WAVES.get(strategy, (1,)), top_k))
+        if sum(self.waves) != top_k or min(self.waves) < 1:
+            raise EngineError(f"waves of {self.waves} experts do not add up to {top_k}")
         if strategy != "pull":
-            payload = inter * width * 9 // 8
-            self._slot_bytes = payload if strategy == "whole" else payload // 2
+            half = inter * width * 9 // 16
+            self._slot_bytes = 2 * half if strategy == "whole" else half
             stride = -(-self._slot_bytes // 512) * 512
             self._banks = torch.empty(2, top_k, stride, dtype=torch.uint8, device=device)
-            first = self._banks.data_ptr()
-            at = first + stride * np.arange(2 * top_k, dtype=np.int64).reshape(2, top_k)
-            self._slots, self._slot_table = at, torch.from_numpy(at).to(device)
+            at = self._banks.data_ptr() + stride * np.arange(2 * top_k, dtype=np.int64).reshape(2, top_k)
+            self._slots_there = torch.from_numpy(at).to(device)
             self._copies = torch.cuda.Stream(device)
+            self._sources = np.zeros(top_k, np.int64)
+            stream = self._copies.cuda_stream
+            self._batch = [CopyBatch(driver, slots, self._sources, self._slot_bytes, stream) for slots in at]
             self._done = [torch.cuda.Event(), torch.cuda.Event()]
-            self._waves = list(waves or spread(_WAVES[strategy], top_k))
-            self._copied = [torch.cuda.Event() for _ in self._waves]
+            self._copied = [torch.cuda.Event() for _ in self.waves]
             self._turn = 0
-            if sum(self._waves) != top_k or min(self._waves) < 1:
-                raise EngineError(f"waves of {self._waves} experts do not add up to {top_k}")
 
-    def run(
-        self,
-        layer: int,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        out: torch.Tensor,
-        lookup: Callable[[list[int]], np.ndarray],
-    ) -> None:
-        """out = the weighted sum of the chosen experts of a layer.
+    def run(self, layer: int, lookup: Callable[[list[int]], np.ndarray]) -> int:
+        """`.out` = the weighted sum of the chosen experts of a layer; how many were missing when the step began.
 
-        x, out float32 [X]; ids int32 [top_k]; weights float32 [top_k], all on the card
-        lookup   called once with the ids, in rank order; answers with the addresses of their blocks (int64 [top_k]),
-                 all of them read and page-locked, and has told the table
+        lookup  called once with the ids, in rank order; answers with the addresses of their blocks (int64 [top_k]), all
+                of them read, page-locked and in the table
         """
         if self.strategy == "pull":
-            self.start(layer, x, ids)
-            self.finish(layer, x, ids, lookup(self.choice(layer)))
-        else:
-            chosen = ids.tolist()
-            self._copy_and_compute(layer, x, ids, lookup(chosen))
-        combine(self.step.partial, weights, ids, self.scales_2[layer], out)
-
-    # pull
-
-    def start(self, layer: int, x: torch.Tensor, ids: torch.Tensor) -> None:
-        """Queue the kernel for all experts the table has. May be captured in a CUDA graph: see `expect`."""
-        self.expect(layer)
-        here = (self.table.device[layer], ids)
-        post = self._choices.address + 4 * layer * self.top_k
-        self.step.launch(here, here, ids, self.scales_2[layer], x, amount=ROWS, post=post)
-
-    def expect(self, layer: int) -> None:
-        """Before a layer's kernel is queued, or a graph with it is replayed: its choice is not known yet."""
-        self._choices.array[layer] = _UNKNOWN
-        self._seen[:] = self.table.host[layer]
+            self.start(layer)
+            return self.finish(layer, lookup(self.choice(layer)))
+        return self._copy_and_compute(layer, lookup)
 
     def choice(self, layer: int) -> list[int]:
         """Wait until the card has told a layer's choice: ids in rank order.
@@ -192,49 +175,95 @@ class MoeStep:
                 raise EngineError(f"the card did not tell which experts layer {layer} chose; it may have failed")
         return told.tolist()
 
-    def finish(self, layer: int, x: torch.Tensor, ids: torch.Tensor, addresses: np.ndarray) -> int:
-        """Queue a second launch for the chosen experts that the first had to leave out; how many there were.
+    # pull
+
+    def start(self, layer: int) -> None:
+        """Queue the kernel for all experts the table has, and the sum. A CUDA graph can hold it: see `expect`."""
+        self.expect(layer)
+        self._bind(layer, 0).launch(amount=ROWS, post=self._choice_address(layer))
+        self._sum(layer)
+
+    def expect(self, layer: int) -> None:
+        """Before a layer's kernel is queued, or a graph with it is replayed: its choice is not known yet."""
+        self._choices.array[layer] = _UNKNOWN
+        self._seen[:] = self.table.host[layer]
+
+    def finish(self, layer: int, addresses: np.ndarray) -> int:
+        """Queue a second launch for the chosen experts that the first had to leave out, and the sum again.
 
         addresses  int64 [top_k] of all chosen blocks, by rank
+        Returns how many there were; usually none, then there is nothing to queue.
         """
         ranks = np.flatnonzero(self._seen[self._choices.array[layer]] == 0)
         if len(ranks):
-            rows = self._missing.array
-            rows[0] = addresses
-            rows[1].view(np.int32)[: len(ranks)] = ranks
-            stream = torch.cuda.current_stream().cuda_stream
-            self._driver.copy(self._missing_table.data_ptr(), self._missing.address, self._missing.nbytes, stream)
-            here = (self._missing_table[0], self.step.all_ranks)
-            listed = self._missing_table[1].view(torch.int32)[: len(ranks)]
-            self.step.launch(here, here, ids, self.scales_2[layer], x, amount=ROWS, ranks=listed)
+            self._missing.array[0] = addresses
+            self._missing.array[1].view(np.int32)[: len(ranks)] = ranks
+            self._driver.copy(
+                self._missing_there.data_ptr(), self._missing.address, self._missing.array.nbytes, _stream()
+            )
+            self._bind(layer, 1).launch(amount=ROWS, count=len(ranks))
+            self._sum(layer)
         return len(ranks)
 
     # whole, grouped, rows
 
-    def _copy_and_compute(self, layer: int, x: torch.Tensor, ids: torch.Tensor, addresses: np.ndarray) -> None:
+    def _copy_and_compute(self, layer: int, lookup: Callable[[list[int]], np.ndarray]) -> int:
+        self.expect(layer)
+        self._driver.copy(self._choice_address(layer), self.ids.data_ptr(), 4 * self.top_k, _stream())
+        # Everything that does not need the choice comes before it: from here to the first copy the bus is idle.
         bank, self._turn = self._turn, 1 - self._turn
-        slots, stream = self._slots[bank].tolist(), self._copies.cuda_stream
-        sources = addresses.tolist()
-        here = (self._slot_table[bank], self.step.all_ranks)
-        there = here if self.strategy == "whole" else (self.table.device[layer], ids)
+        bound, main, first = self._bind(layer, bank), torch.cuda.current_stream(), 0
         amount = GROUPED if self.strategy == "grouped" else ROWS
         self._copies.wait_event(self._done[bank])
-        copy, size = self._driver.copy, self._slot_bytes
-        main, first = torch.cuda.current_stream(), 0
-        for count, copied in zip(self._waves, self._copied, strict=True):
-            for rank in range(first, first + count):
-                copy(slots[rank], sources[rank], size, stream)
+        chosen = self.choice(layer)
+        self._sources[:] = lookup(chosen)
+        for count, copied in zip(self.waves, self._copied, strict=True):
+            self._batch[bank].run(first, count)
             copied.record(self._copies)
             main.wait_event(copied)
-            self.step.launch(here, there, ids, self.scales_2[layer], x, amount=amount, first=first, count=count)
+            bound.launch(amount=amount, first=first, count=count)
             first += count
         self._done[bank].record(main)
+        self._sum(layer)
+        return int(np.count_nonzero(self._seen[chosen] == 0))
+
+    def _bind(self, layer: int, which: int) -> BoundStep:
+        """The kernel on the buffers of a layer: of a bank of slots, or of `pull`'s first and second launch."""
+        bound = self._bound.get((layer, which))
+        if bound is None:
+            ranks = None
+            there = (self.table.device[layer], self.ids)
+            if self.strategy == "pull":
+                up = down = there
+                if which:
+                    up = down = (self._missing_there[0], self.step.all_ranks)
+                    ranks = self._missing_there[1].view(torch.int32)[: self.top_k]
+            else:
+                up = (self._slots_there[which], self.step.all_ranks)
+                down = up if self.strategy == "whole" else there
+            bound = self.step.bind(up, down, self.ids, self._scales_2[layer], self.x, ranks)
+            self._bound[layer, which] = bound
+        return bound
+
+    def _sum(self, layer: int) -> None:
+        launch = self._bound_sums.get(layer)
+        if launch is None:
+            tensors = (self.step.partial, self.weights, self.ids, self._scales_2[layer], self.out)
+            launch = self._bound_sums[layer] = self._combine.bind(*tensors)
+        launch()
+
+    def _choice_address(self, layer: int) -> int:
+        return self._choices.address + 4 * layer * self.top_k
 
     def close(self) -> None:
         """Wait for the card and give page-locked memory back."""
         torch.cuda.synchronize()
         self._choices.close()
         self._missing.close()
+
+
+def _stream() -> int:
+    return torch.cuda.current_stream().cuda_stream
 
 
 def spread(waves: tuple[int, ...], top_k: int) -> list[int]:

@@ -1,0 +1,301 @@
+"""One MoE layer of one token on a CUDA card, by each transfer strategy, beside the least time its bytes could take.
+
+Everything is cached in page-locked memory. A strategy's floor: the bytes it copies over the bandwidth of a pinned copy,
+plus those it reads in place over the bandwidth of a kernel that only adds up what it reads, both measured in the same
+run, in turns with the strategies. A sample is the wall time of many steps in a row, a step's share of it: from the
+choice lying on the card to the sum, with all that the CPU does in between (the choice's way to it, where a strategy
+needs it, launches, events), while routing itself is not part of it. Steps choose different experts in turn, so that no
+cache sees the same block soon again.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+from nemolab.errors import UsageError
+from nemolab.measure.bench import SHAPES, _fill_block
+
+CHOICES = 16  # different sets of experts, in turn
+_DISTINCT = 24  # blocks of different content; the others repeat it at other addresses
+_STREAM_BYTES = 256 * 2**20
+_COPY_BYTES = 48 * 2**20
+
+
+def bench_moe_step(
+    shape: str = "super",
+    top_k: int = 22,
+    active: float = 0.075,
+    cached: int = 512,
+    steps: int = 20,
+    repeats: int = 9,
+) -> dict[str, Any]:
+    """Each strategy against its floor, and their outputs compared bit for bit.
+
+    shape    "super", "nano" or "tiny"; top_k experts a token; cached  blocks in page-locked memory to choose from
+    active   share of neurons that ReLU^2 leaves; steps  in a sample; repeats  samples
+    returns  for each of whole, grouped, rows, pull and pull_graph: <name>_us (median), <name>_floor_us and
+             <name>_of_floor; pull_is_faster_than_<name>; copy_gb_s, stream_gb_s; same_bits, relative_error; rows
+    Raises UsageError without a card, for sizes that cannot be, and when two strategies do not agree to the bit.
+    """
+    import torch
+
+    if shape not in SHAPES:
+        raise UsageError(f"shape {shape!r}; known are {', '.join(SHAPES)}")
+    if not (1 <= top_k <= cached and 0 < active <= 1 and steps >= 1 and repeats >= 3):
+        raise UsageError(
+            f"{top_k} of {cached} experts, {active} of the neurons active, {steps} steps, {repeats} repeats: "
+            "1 expert or more of those cached, a share above 0, 1 step and 3 repeats at least are needed"
+        )
+    if not torch.cuda.is_available():
+        raise UsageError("bench moe-step needs a CUDA card, and torch finds none here")
+    bench = _Bench(shape, top_k, active, cached)
+    try:
+        return bench.run(steps, repeats)
+    finally:
+        bench.close()
+
+
+class _Bench:
+    def __init__(self, shape: str, top_k: int, active: float, cached: int):
+        import numpy as np
+        import torch
+
+        from nemolab.engine.gpu.moe_step import STRATEGIES, ExpertTable, MoeStep
+        from nemolab.engine.memory import check_room
+        from nemolab.errors import EngineError
+        from nemolab.store.arena import Arena
+        from nemolab.store.direct_io import address
+        from nemolab.store.layout import BlockLayout
+        from nemolab.store.page_lock import Driver, PageLock
+
+        self.inter, self.width = SHAPES[shape]
+        self.form = BlockLayout("neuron", self.inter, self.width)
+        self.top_k, self.cached, self.active = top_k, cached, active
+        block_bytes = self.form.block_bytes
+        cached_bytes = cached * block_bytes
+        arena_bytes = max(cached_bytes, 2 * _STREAM_BYTES)
+        check_room(arena_bytes, f"{cached} experts in page-locked memory")
+        torch.zeros(1, device="cuda")  # torch's context is the one everything else uses
+        self.driver = Driver()
+        rows = -(-arena_bytes // block_bytes)
+        self.arena = Arena(rows, block_bytes)
+        self.random = np.random.default_rng(0)
+        for row in range(rows):
+            if row < _DISTINCT:
+                _fill_block(self.form.views(self.arena.rows[row]), active, self.random)
+            else:
+                self.arena.rows[row] = self.arena.rows[row % _DISTINCT]
+        self.lock = PageLock(address(self.arena.rows), self.arena.reserved_bytes, block_bytes, self.driver)
+        problem = self.lock.grow(self.arena.reserved_bytes)
+        if problem is not None:
+            self.lock.close()
+            raise EngineError(f"{cached} experts in page-locked memory: {problem}")
+        self.first = address(self.arena.rows)
+        self.addresses = self.first + block_bytes * np.arange(cached, dtype=np.int64)
+        self.table = ExpertTable(1, cached, self.driver)
+        self.table.set(0, np.arange(cached), self.addresses)
+        generator = torch.Generator().manual_seed(0)
+        self.scales_2 = torch.full((1, cached, 2), 1e-3, device="cuda")
+        self.x = (torch.rand(self.width, generator=generator) + 0.5).cuda()
+        self.weights = (torch.rand(top_k, generator=generator) / top_k).cuda()
+        self.sets = [torch.randperm(cached, generator=generator)[:top_k].int().cuda() for _ in range(CHOICES)]
+        self.steps = {
+            name: MoeStep(name, self.inter, self.width, top_k, self.table, self.scales_2, self.driver)
+            for name in STRATEGIES
+        }
+        for step in self.steps.values():
+            step.x.copy_(self.x)
+            step.weights.copy_(self.weights)
+        self.copied_to = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda")
+        self.sums = torch.empty(4 * torch.cuda.get_device_properties(0).multi_processor_count, dtype=torch.int32).cuda()
+        self.turn = 0
+
+    def run(self, steps: int, repeats: int) -> dict[str, Any]:
+        import torch
+
+        counted, outputs = self._check()
+        calls = {name: lambda i, name=name: self._step(name, i) for name in self.steps}
+        calls["pull_graph"] = self._graph()
+        calls["pull_graph"](3)
+        torch.cuda.synchronize()
+        if not torch.equal(self.steps["pull"].out, outputs[3]):
+            raise UsageError("pull as a CUDA graph gives other bits than pull launched step by step")
+        bandwidths = {"copy": self._copy_gb_s, "stream": self._stream_gb_s}
+        samples: dict[str, list[float]] = {name: [] for name in (*calls, *bandwidths)}
+        for round_ in range(-1, repeats):  # the first is a warm-up
+            names = list(samples) if round_ % 2 else list(reversed(samples))
+            for name in names:
+                value = bandwidths[name]() if name in bandwidths else self._time(calls[name], steps)
+                if round_ >= 0:
+                    samples[name].append(value)
+        return self._answer(samples, counted, outputs, steps)
+
+    def close(self) -> None:
+        for step in self.steps.values():
+            step.close()
+        self.table.close()
+        self.lock.close()
+        self.arena.close()
+
+    def _step(self, name: str, i: int) -> None:
+        step = self.steps[name]
+        step.ids.copy_(self.sets[i % CHOICES])
+        step.run(0, lambda chosen: self.addresses[chosen])
+
+    def _graph(self):
+        """`pull` as a graph; the CPU still learns the choice of every step."""
+        import torch
+
+        step = self.steps["pull"]
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            step.start(0)
+
+        def replay(i: int) -> None:
+            step.ids.copy_(self.sets[i % CHOICES])
+            step.expect(0)
+            graph.replay()
+            step.choice(0)
+
+        return replay
+
+    def _check(self) -> tuple[dict[str, float], list[Any]]:
+        """All strategies on all choices: equal bits. Returns the mean active neurons and groups a step, and outputs."""
+        import numpy as np
+        import torch
+
+        outputs, groups, neurons = [], 0, 0
+        for i in range(CHOICES):
+            found = {}
+            for name, step in self.steps.items():
+                step.step.partial.fill_(float("nan"))
+                step.out.fill_(float("nan"))
+                self._step(name, i)
+                found[name] = step.out.clone()
+            for name, out in found.items():
+                if not torch.equal(out, found["pull"]) or not out.isfinite().all():
+                    raise UsageError(f"choice {i}: {name} gives other bits than pull")
+            outputs.append(found["pull"])
+            bits = self.steps["pull"].step.active.cpu().numpy()
+            groups += int(np.count_nonzero(bits))
+            neurons += int(np.unpackbits(bits.view(np.uint8)).sum())
+        return {"groups": groups / CHOICES, "neurons": neurons / CHOICES}, outputs
+
+    def _time(self, call, steps: int) -> float:
+        """Microseconds a step."""
+        import torch
+
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(steps):
+            call(self.turn)
+            self.turn += 1
+        torch.cuda.synchronize()
+        return 1e6 * (time.perf_counter() - started) / steps
+
+    def _copy_gb_s(self) -> float:
+        """A plain copy from page-locked memory to the card; no more at once than lies within one registration."""
+        import torch
+
+        size = min(_COPY_BYTES, self.lock.chunk_bytes)
+        places = [self.first + chunk * self.lock.chunk_bytes for chunk in range(8)]
+        places = [at for at in places if at + size <= self.first + self.arena.reserved_bytes]
+        stream = torch.cuda.current_stream().cuda_stream
+
+        def copies():
+            for at in places:
+                self.driver.copy(self.copied_to.data_ptr(), at, size, stream)
+
+        return len(places) * size / _seconds(copies) / 1e9
+
+    def _stream_gb_s(self) -> float:
+        """A kernel that adds up what it reads in place, the first and the second half of memory in turn."""
+        from nemolab.kernels.gpu.stream import stream
+
+        self.turn += 1
+        at = self.first + self.turn % 2 * _STREAM_BYTES
+        return _STREAM_BYTES / _seconds(lambda: stream(at, _STREAM_BYTES // 4, self.sums, num_warps=8)) / 1e9
+
+    def _answer(self, samples, counted, outputs, steps) -> dict[str, Any]:
+        half = self.form.payload_bytes // 2
+        groups, neurons, width = counted["groups"], counted["neurons"], self.width
+        rows_bytes = groups * width + neurons * width / 2
+        moved = {  # (copied, read in place) a step
+            "whole": (2 * half * self.top_k, 0.0),
+            "grouped": (half * self.top_k, groups * 9 * width),
+            "rows": (half * self.top_k, rows_bytes),
+            "pull": (0.0, half * self.top_k + rows_bytes),
+        }
+        moved["pull_graph"] = moved["pull"]
+        copy_gb_s, stream_gb_s = (statistics.median(samples[name]) for name in ("copy", "stream"))
+        settings = {
+            "inter": self.inter,
+            "width": width,
+            "experts": self.top_k,
+            "cached": self.cached,
+            "all_cached": True,
+            "active": neurons / (self.top_k * self.inter),
+            "active_groups": groups / (self.top_k * self.inter // 16),
+            "steps": steps,
+            "choices": CHOICES,
+            "memory": "page-locked, huge pages asked for",
+        }
+        found: dict[str, Any] = {}
+        rows = []
+        for name, (copied, in_place) in moved.items():
+            floor_us = 1e-3 * (copied / copy_gb_s + in_place / stream_gb_s)
+            median = statistics.median(samples[name])
+            found |= {f"{name}_us": median, f"{name}_floor_us": floor_us, f"{name}_of_floor": median / floor_us}
+            waves = self.steps[name].waves if name in self.steps and name != "pull" else None
+            chosen = settings | {
+                "bytes_copied": copied,
+                "bytes_in_place": in_place,
+                "floor_us": floor_us,
+                "waves": waves,
+            }
+            rows.append({"name": f"moe_step.{name}", "values": samples[name], "unit": "us", "settings": chosen})
+        for name in ("whole", "grouped", "rows"):
+            found[f"pull_is_faster_than_{name}"] = found[f"{name}_us"] / found["pull_us"]
+        for name in ("copy", "stream"):
+            row = {"name": f"moe_step.{name}_bandwidth", "values": samples[name], "unit": "GB/s"}
+            rows.append(row | {"settings": {"bytes": _STREAM_BYTES if name == "stream" else "8 pieces of 48 MiB"}})
+        return found | {
+            "copy_gb_s": copy_gb_s,
+            "stream_gb_s": stream_gb_s,
+            "same_bits": True,
+            "relative_error": self._relative_error(outputs[0]),
+            "rows": rows,
+        }
+
+    def _relative_error(self, out) -> float:
+        """Of the first choice, against float64 arithmetic on the decoded weights."""
+        import torch
+
+        from nemolab.kernels.decode_nvfp4 import decode_rows_torch
+        from nemolab.kernels.expert_step import published_down_torch
+
+        total = torch.zeros(self.width, dtype=torch.float64)
+        x = self.x.cpu().double()
+        for expert, weight in zip(self.sets[0].tolist(), self.weights.tolist(), strict=True):
+            up_2, down_2 = self.scales_2[0, expert].tolist()
+            planes = [torch.from_numpy(plane) for plane in self.form.views(self.arena.rows[expert])]
+            h = torch.relu(decode_rows_torch(planes[0], planes[1], up_2).double() @ x).square()
+            down = decode_rows_torch(*published_down_torch(planes[2], planes[3]), down_2)
+            total += weight * (down.double() @ h)
+        return float((out.cpu() - total).abs().max() / total.abs().max())
+
+
+def _seconds(call) -> float:
+    """Of queued work, between two events on the card; once before, not counted."""
+    import torch
+
+    call()
+    begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begun.record()
+    call()
+    ended.record()
+    torch.cuda.synchronize()
+    return 1e-3 * begun.elapsed_time(ended)
