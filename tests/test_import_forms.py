@@ -65,6 +65,14 @@ def test_a_turn_may_go_on_where_its_context_ends(save):
     assert trace.position.tolist() == list(range(40, 47))
 
 
+def test_steps_of_an_answer_may_count_anew(save):
+    plain = open_trace(save(route_csv(EXPERTS, WEIGHTS, ((4, 2), (0, 1)))))
+    text = route_csv(EXPERTS, WEIGHTS, ((4, 2), (0, 1)))
+    other = open_trace(save(text.replace("\n0,1,4,", "\n0,1,0,").replace("\n0,1,5,", "\n0,1,1,")))
+    assert all(np.array_equal(other.arrays[name], array) for name, array in plain.arrays.items())
+    assert other.position.tolist() == [0, 1, 2, 3, 4, 5, 0]
+
+
 def test_a_last_layer_that_saw_the_whole_prompt_is_whole(save):
     assert np.array_equal(open_trace(save(route_csv(EXPERTS, WEIGHTS, short=False))).experts, EXPERTS)
 

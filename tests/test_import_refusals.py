@@ -137,7 +137,7 @@ SPOILED_CSV = {
     "layer beyond": (CSV.replace("# layer=2 ", "# layer=7 "), "look at layer 2"),
     "second header": (CSV + CSV, "begins a second header: split the files that were joined"),
     "column names again": (CSV + "\n".join(ROWS[5:]), "turn is 'turn'; a whole number was expected"),
-    "second run": (CSV + "\n".join(ROWS[6:]), "step falls|was there before"),
+    "second run": (CSV + "\n".join(ROWS[6:]), "prefill after decode"),
     "a model named twice": (CSV.replace("# layer=0", ROWS[1] + "\n# layer=0"), "line 3 begins a second header"),
     **{
         f"no column {name}": (without_column(name), f"has no {name}")
@@ -174,7 +174,10 @@ SPOILED_CSV = {
         CSV.replace("expert_bytes=3000", "expert_bytes=3001"),
         "has expert_bytes 3000; the header says 3001",
     ),
-    "rows of a layer without experts": (CSV.replace("expert_bytes=2000", "expert_bytes=0"), "the header says 0 for it"),
+    "rows of a layer without experts": (
+        CSV.replace("=2000", "=0").replace(",2000\n", ",0\n"),
+        "layer 1 has a choice; the header says that it has no experts",
+    ),
     "negative bytes": (
         "\n".join([*ROWS[:2], *ROWS[5:6], *change_row(0, 8, "-1").splitlines()[6:]]),
         "line 4: expert_bytes is -1; 0 or more",
@@ -214,9 +217,14 @@ SPOILED_CSV = {
     ),
     "a prompt after an answer": (
         CSV.replace("\n0,1,4,", "\n0,0,4,").replace("\n0,0,3,", "\n0,1,3,"),
-        "is prefill after decode",
+        "line 15: prefill after decode; a turn is a prompt and then its answer",
     ),
-    "a token of both phases": (change_row(0, 1, "1"), "step 0 of turn 0 stands in both phases"),
+    "a token of both phases": (change_row(0, 1, "1"), "line 8: prefill after decode"),
+    "an answer that begins too late": (
+        "".join(line for line in CSV.splitlines(True) if not line.startswith("0,1,4,")),
+        "line 25: after a prompt up to step 3 the answer begins at 5; 4 was expected, or 0",
+    ),
+    "two answers in one turn": (CSV + "".join(CSV.splitlines(True)[-6:]), "step 6, layer 0, slot 0 was there before"),
     "a step far away": (change_row(LAST - 6, 2, "2147483647"), "step jumps from 6 to 2147483647|step jumps from"),
 }
 

@@ -45,7 +45,7 @@ def _read_weight(text, at, end):
         return np.nan, at + 3
     value, digits, at = _read_digits(text, at, end)
     exponent = max(0, digits - MOST_DIGITS)
-    kept = digits - exponent
+    kept = digits
     if at < end and text[at] == _DOT:
         at += 1
         while at < end and _ZERO <= text[at] <= _NINE:

@@ -114,10 +114,11 @@ def _check_rows(path: Path, header: Header, layer_bytes: np.ndarray, table: dict
             wrong |= (table["expert_bytes"] != 0) & (table["expert_bytes"] != expected)
         if wrong.any():
             row = int(np.flatnonzero(wrong)[0])
-            bytes_read = table["expert_bytes"][row] if "expert_bytes" in table else "a choice"
+            found = f"expert_bytes {table['expert_bytes'][row]}" if expected[row] else "a choice"
+            said = f"{expected[row]} for it" if expected[row] else "that it has no experts"
             raise TraceError(
-                f"{path}, line {line + row}: layer {table['layer'][row]} has expert_bytes {bytes_read}; the header says"
-                f" {expected[row]} for it: is this another model's header?"
+                f"{path}, line {line + row}: layer {table['layer'][row]} has {found}; the header says {said}: is this"
+                " another model's header?"
             )
     elif "expert_bytes" in table and table["expert_bytes"].min() < 0:
         row = int(np.flatnonzero(table["expert_bytes"] < 0)[0])

@@ -6,11 +6,11 @@
     turn,phase,step,layer,slot,expert,weight,residency,expert_bytes,dropped
     0,0,0,0,0,49,0.221297,0,3059712,0
 
-phase 0 is prefill, 1 decode; step is the position in the context, over both; slot is the rank. weight may be `nan`:
-not known. residency 0 is a miss, 1 a hit, 2 a first hit on a block read ahead. expert_bytes is what this row read: in a
-prompt only the first row that asks for an expert reads it. dropped marks choices that the engine left out (a miss of
-little weight): they are kept here, since the router made them. Columns are found by name: those after `expert` may be
-missing, and others may follow.
+phase 0 is prefill, 1 decode; step is the position in the context, over both (an answer that counts anew from 0 is taken
+to follow its prompt); slot is the rank. weight may be `nan`: not known. residency 0 is a miss, 1 a hit, 2 a first hit
+on a block read ahead. expert_bytes is what this row read: in a prompt only the first row that asks for an expert reads
+it. dropped marks choices that the engine left out (a miss of little weight): they are kept here, since the router made
+them. Columns are found by name: those after `expert` may be missing, and others may follow.
 
 One turn is one conversation. Its prompt went through the layers in one pass and left its experts in the cache. Of the
 prompt the last layer has only the last token, since the others' output there is never used; -1 stands for the others.
@@ -42,18 +42,25 @@ def read(path: Path, told: Told) -> Trace:
     if not len(rows):
         raise TraceError(f"{path} has a header and no rows: nothing was recorded")
     layers = _find_layers(path, header, rows)
-    token, turns = _number_tokens(path, header, rows, layers)
+    runs = _find_runs(path, header, rows, len(layers))
+    token = _number_tokens(path, rows, runs)
     experts, cells = _place(path, header, rows, layers, token)
-    phase = _find_phases(path, rows, token, turns)
-    _check_complete(path, header, layers, experts, phase, turns)
+    _check_complete(path, layers, experts, runs)
 
-    n_tokens = len(experts)
-    conversation = np.repeat(np.arange(len(turns.first_token), dtype=np.int32), turns.n_tokens)
-    position = np.arange(n_tokens) - turns.first_token[conversation] + turns.first_step[conversation]
-    begins = (phase == DECODE) | (np.diff(phase, prepend=DECODE) != 0) | (np.diff(conversation, prepend=-1) != 0)
+    turn = np.cumsum(np.diff(runs.turn, prepend=runs.turn[0]) != 0)
+    phase = np.repeat(runs.phase, runs.n_tokens)
+    within = np.arange(len(experts)) - np.repeat(runs.first_token, runs.n_tokens)
+    begins = (phase == DECODE) | (within == 0)
     step = (np.cumsum(begins) - 1).astype(np.int32)
+    arrays = {
+        "phase": phase,
+        "conversation": np.repeat(turn, runs.n_tokens).astype(np.int32),
+        "position": (within + np.repeat(runs.position, runs.n_tokens)).astype(np.int32),
+        "step": step,
+        "live_misses": None if rows.read is None else _count_reads(rows.read, cells, experts.shape, step),
+    }
     found = Found(NAME, header.model, header.n_expert, prefill_warms=True)
-    found.conversations = [f"turn {number}" for number in turns.number.tolist()]
+    found.conversations = [f"turn {number}" for number in np.unique(runs.turn).tolist()]
     found.facts["arch"] = header.arch
     if header.layer_bytes:
         found.block_bytes = tuple(header.layer_bytes[layer] for layer in layers.tolist())
@@ -61,27 +68,26 @@ def read(path: Path, told: Told) -> Trace:
         found.notes.append(f"{len(layers)} of {header.n_layer} layers have experts; they are counted from 0 in order")
     if rows.dropped:
         found.notes.append(f"the engine left out {rows.dropped:,} of {len(rows):,} choices; all are replayed")
-    weights = None
     if rows.weight is not None and np.isnan(rows.weight).any():
         found.notes.append("weights are left out: some are not known")
     elif rows.weight is not None:
-        weights = np.zeros(experts.shape, np.float32)
-        weights.reshape(-1)[cells] = rows.weight
-    live_misses = None if rows.read is None else _count_reads(rows.read, cells, experts.shape, step)
-    return build_trace(
-        path, told, found, experts, phase=phase, conversation=conversation, position=position.astype(np.int32),
-        step=step, weights=weights, live_misses=live_misses,
-    )  # fmt: skip
+        arrays["weights"] = np.zeros(experts.shape, np.float32)
+        arrays["weights"].reshape(-1)[cells] = rows.weight
+    return build_trace(path, told, found, experts, **arrays)
 
 
 @dataclass(frozen=True)
-class _Turns:
-    """By turn, int64 each: its number in the file, its first step, its first token in the trace, how many it has."""
+class _Runs:
+    """The prompt of a turn is a run of tokens and so is its answer. By run: its first row in the file, turn and phase,
+    its first step in the file, its first token in the trace, how many it has, and the first one's position."""
 
-    number: np.ndarray
+    first_row: np.ndarray
+    turn: np.ndarray
+    phase: np.ndarray
     first_step: np.ndarray
     first_token: np.ndarray
     n_tokens: np.ndarray
+    position: np.ndarray
 
 
 def _find_layers(path: Path, header: Header, rows: Rows) -> np.ndarray:
@@ -98,28 +104,45 @@ def _find_layers(path: Path, header: Header, rows: Rows) -> np.ndarray:
     return layers
 
 
-def _number_tokens(path: Path, header: Header, rows: Rows, layers: np.ndarray) -> tuple[np.ndarray, _Turns]:
-    """The token of each row, and the turns; all checked before anything of the size they claim is made."""
-    falls = np.flatnonzero(np.diff(rows.turn) < 0)
-    if len(falls):
-        row = int(falls[0]) + 1
-        raise TraceError(f"{path}, line {rows.line(row)}: turn falls from {rows.turn[row - 1]} to {rows.turn[row]}")
-    bounds = np.flatnonzero(np.diff(rows.turn, prepend=-1))
+def _find_runs(path: Path, header: Header, rows: Rows, n_layers: int) -> _Runs:
+    """Checked before anything of the size that their steps claim is made."""
+    changes = (np.diff(rows.turn) != 0) | (np.diff(rows.phase) != 0)
+    bounds = np.flatnonzero(np.append(True, changes))
+    turn, phase = rows.turn[bounds].astype(np.int64), rows.phase[bounds]
+    wrong = np.flatnonzero((np.diff(turn) < 0) | ((np.diff(turn) == 0) & (phase[1:] == PREFILL))) + 1
+    if len(wrong):
+        row, run = int(bounds[wrong[0]]), int(wrong[0])
+        problem = (
+            f"turn falls from {turn[run - 1]} to {turn[run]}" if turn[run] < turn[run - 1] else "prefill after decode"
+        )
+        raise TraceError(f"{path}, line {rows.line(row)}: {problem}; a turn is a prompt and then its answer")
     first_step = np.minimum.reduceat(rows.step, bounds).astype(np.int64)
     n_tokens = np.maximum.reduceat(rows.step, bounds) - first_step + 1
-    turns = _Turns(rows.turn[bounds].astype(np.int64), first_step, np.cumsum(n_tokens) - n_tokens, n_tokens)
+    position = first_step.copy()
+    for run in (np.flatnonzero(np.diff(turn) == 0) + 1).tolist():
+        follows = int(first_step[run - 1] + n_tokens[run - 1])
+        if first_step[run] not in (0, follows):
+            raise TraceError(
+                f"{path}, line {rows.line(int(bounds[run]))}: after a prompt up to step {follows - 1} the answer begins"
+                f" at {first_step[run]}; {follows} was expected, or 0 where answers count anew"
+            )
+        position[run] = follows
     # A prompt lacks at most its last layer, one of two or more: at least half of all places are filled.
-    places = int(n_tokens.sum()) * len(layers) * header.n_expert_used
+    places = int(n_tokens.sum()) * n_layers * header.n_expert_used
     if places > 2 * len(rows):
         _refuse_jump(path, rows, bounds)
         raise TraceError(
             f"{path} has {len(rows):,} rows; {int(n_tokens.sum()):,} tokens with top-{header.n_expert_used} in"
-            f" {len(layers)} layers would have {places:,}: rows are missing, or this is another model's header"
+            f" {n_layers} layers would have {places:,}: rows are missing, or this is another model's header"
         )
-    turn = np.repeat(np.arange(len(bounds)), np.diff(bounds, append=len(rows)))
-    token = turns.first_token[turn] + rows.step - first_step[turn]
-    if np.bincount(token, minlength=int(n_tokens.sum())).min() == 0:
-        _refuse_jump(path, rows, bounds)
+    return _Runs(bounds, turn, phase, first_step, np.cumsum(n_tokens) - n_tokens, n_tokens, position)
+
+
+def _number_tokens(path: Path, rows: Rows, runs: _Runs) -> np.ndarray:
+    """The token of each row; no token is without rows, and within a layer they never fall."""
+    token = rows.step + np.repeat(runs.first_token - runs.first_step, np.diff(runs.first_row, append=len(rows)))
+    if np.bincount(token, minlength=int(runs.n_tokens.sum())).min() == 0:
+        _refuse_jump(path, rows, runs.first_row)
     by_layer = np.argsort(rows.layer, kind="stable")
     falls = np.flatnonzero((np.diff(token[by_layer]) < 0) & (np.diff(rows.layer[by_layer]) == 0))
     if len(falls):
@@ -128,12 +151,12 @@ def _number_tokens(path: Path, header: Header, rows: Rows, layers: np.ndarray) -
             f"{path}, line {rows.line(int(row))}: step falls from {rows.step[before]} to {rows.step[row]} within layer"
             f" {rows.layer[row]}; steps of a layer never fall"
         )
-    return token, turns
+    return token
 
 
-def _refuse_jump(path: Path, rows: Rows, bounds: np.ndarray) -> None:
+def _refuse_jump(path: Path, rows: Rows, first_rows: np.ndarray) -> None:
     """Raises TraceError naming the first step that is missing, if one is."""
-    for first, last in zip(bounds, np.append(bounds[1:], len(rows)), strict=True):
+    for first, last in zip(first_rows, np.append(first_rows[1:], len(rows)), strict=True):
         steps = np.unique(rows.step[first:last])
         jumps = np.flatnonzero(np.diff(steps) > 1)
         if len(jumps):
@@ -163,38 +186,23 @@ def _place(path: Path, header: Header, rows: Rows, layers: np.ndarray, token: np
     return experts, cells
 
 
-def _find_phases(path: Path, rows: Rows, token: np.ndarray, turns: _Turns) -> np.ndarray:
-    """Phase of each token: that of all its rows, and no prompt after an answer within a turn."""
-    phase = np.empty(int(turns.n_tokens.sum()), np.uint8)
-    phase[token] = rows.phase
-    mixed = np.flatnonzero(phase[token] != rows.phase)
-    back = np.flatnonzero(np.diff(phase.astype(np.int8)) < 0) + 1
-    back = back[~np.isin(back, turns.first_token)]
-    if len(mixed) or len(back):
-        row = int(mixed[0] if len(mixed) else np.flatnonzero(token == back[0])[0])
-        problem = "stands in both phases" if len(mixed) else "is prefill after decode"
-        raise TraceError(f"{path}, line {rows.line(row)}: step {rows.step[row]} of turn {rows.turn[row]} {problem}")
-    return phase
-
-
-def _check_complete(path: Path, header: Header, layers: np.ndarray, experts, phase: np.ndarray, turns: _Turns) -> None:
+def _check_complete(path: Path, layers: np.ndarray, experts: np.ndarray, runs: _Runs) -> None:
     """Every token has every rank of every layer, but for the last layer of a prompt, which may have its end alone."""
-    top_k = header.n_expert_used
+    top_k = experts.shape[2]
     ranks = (experts >= 0).sum(axis=2)
-    n_prompt = np.add.reduceat(phase == PREFILL, turns.first_token)
-    for first, count in zip(turns.first_token.tolist(), n_prompt.tolist(), strict=True):
-        end = first + count - 1
-        if count > 1 and not ranks[first:end, -1].any():
+    for run in np.flatnonzero((runs.phase == PREFILL) & (runs.n_tokens > 1)).tolist():
+        first, end = int(runs.first_token[run]), int(runs.first_token[run] + runs.n_tokens[run] - 1)
+        if not ranks[first:end, -1].any():
             ranks[first:end, -1] = top_k
     wrong = np.argwhere(ranks != top_k)
     if len(wrong):
         token, layer = wrong[0].tolist()
-        turn = int(np.searchsorted(turns.first_token, token, side="right")) - 1
-        step = token - int(turns.first_token[turn]) + int(turns.first_step[turn])
+        run = int(np.searchsorted(runs.first_token, token, side="right")) - 1
+        step = token - int(runs.first_token[run]) + int(runs.first_step[run])
         hint = "the file is cut off" if token == len(experts) - 1 else "rows are missing"
         raise TraceError(
-            f"{path}: turn {turns.number[turn]}, step {step}, layer {layers[layer]} has {ranks[token, layer]} of"
-            f" {top_k} ranks: {hint}, or this is another model's header"
+            f"{path}: turn {runs.turn[run]}, step {step}, layer {layers[layer]} has {ranks[token, layer]} of {top_k}"
+            f" ranks: {hint}, or this is another model's header"
         )
 
 
