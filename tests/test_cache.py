@@ -1,15 +1,13 @@
 """The cache of real blocks, which follows the decisions of `nemolab.policy`."""
 
-import contextlib
-import itertools
 import os
-import sys
 import threading
 import time
 import types
 
 import numpy as np
 import pytest
+from blocks import BLOCK, EXPERTS, LAYERS, TOP_K, interrupt_after, random_blocks, write_store
 
 from nemolab.errors import StoreError
 from nemolab.policy import Cache
@@ -18,29 +16,16 @@ from nemolab.store import cache as cache_module
 from nemolab.store import direct_io
 from nemolab.store.arena import Arena
 from nemolab.store.cache import NOTHING, ExpertCache
-from nemolab.store.reader import BlockReader
-
-BLOCK = 4096
-LAYERS, EXPERTS, TOP_K = 3, 40, 4
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def data():
-    return np.random.default_rng(1).integers(0, 256, (LAYERS * EXPERTS, BLOCK), dtype=np.uint8)
+    return random_blocks()
 
 
 @pytest.fixture
 def store(tmp_path, data):
-    """What the cache needs of a store, over random blocks."""
-    path = tmp_path / "experts.bin"
-    path.write_bytes(data.tobytes())
-    return types.SimpleNamespace(
-        block_bytes=BLOCK,
-        n_layers=LAYERS,
-        n_experts=EXPERTS,
-        config=types.SimpleNamespace(top_k=TOP_K),
-        open_reader=lambda threads: BlockReader(path, BLOCK, len(data), threads=threads, direct=False),
-    )
+    return write_store(tmp_path, data)
 
 
 def counting(cache, monkeypatch):
@@ -181,7 +166,7 @@ def test_an_interrupt_at_any_line_of_a_lookup_leaves_a_sound_cache(store, data):
     rng, interrupted, finished = np.random.default_rng(6), 0, False
     with ExpertCache(store, slots=6) as cache:
         while not finished:
-            with interrupt_after(interrupted):
+            with interrupt_after(interrupted, cache_module, policy_module):
                 try:
                     cache.lookup_rows(0, rng.choice(EXPERTS, TOP_K, replace=False).tolist())
                     finished = True
@@ -193,26 +178,6 @@ def test_an_interrupt_at_any_line_of_a_lookup_leaves_a_sound_cache(store, data):
             for key in list(cache._decisions):  # what counts as cached is looked at without reading it again
                 assert np.array_equal(cache.arena[cache._row_of[key]], data[key])
     assert interrupted > 40, "every line of a lookup with misses and victims was tried"
-
-
-@contextlib.contextmanager
-def interrupt_after(lines):
-    """Raise KeyboardInterrupt once so many lines of the cache and of its decisions have run."""
-    passed = itertools.count()
-
-    def trace(frame, event, argument):
-        if frame.f_code.co_filename not in (cache_module.__file__, policy_module.__file__):
-            return None
-        if event == "line" and next(passed) == lines:
-            raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
 
 
 def test_rows_name_the_same_blocks_as_views(store, data):

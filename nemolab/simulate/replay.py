@@ -138,8 +138,12 @@ def replay(
         )
     if prefetch and lookups.guesses is None:
         raise TraceError(f"prefetch {prefetch}: the trace holds no guesses")
-    capacity = slots if slots is not None else budget_bytes
-    sizes = np.ones(lookups.n_keys, np.int64) if slots is not None else lookups.size_bytes
+    block_bytes = lookups.block_bytes
+    # Blocks of one size are counted, as in the engine: a policy that keeps a tenth of the budget for something decides
+    # alike however the budget was spelled.
+    blocks = slots if slots is not None else block_bytes and budget_bytes // block_bytes
+    capacity = budget_bytes if blocks is None else blocks
+    sizes = lookups.size_bytes if blocks is None else np.ones(lookups.n_keys, np.int64)
     job = _Job(sizes, capacity, prefetch, reads_in_time, seed)
     outcome = np.zeros(len(lookups.keys), np.uint8)
     issued, taken, wasted = (np.zeros(lookups.n_batches, np.int64) for _ in range(3))
@@ -154,18 +158,17 @@ def replay(
         if cold and prefetch and last > first:
             used = np.count_nonzero(written[0] & USEFUL)
             written[3][-1] += written[1].sum() - used - written[3].sum()  # what a cold cache still held unused
-    block_bytes = lookups.block_bytes
     return Replay(
         lookups=lookups,
         policy=policy,
         budget_bytes=budget_bytes if slots is None else block_bytes and slots * block_bytes,
-        slots=slots if slots is not None else block_bytes and budget_bytes // block_bytes,
+        slots=blocks,
         prefetch=prefetch,
         cold=cold,
         timed=reads_in_time is not None,
         outcome=outcome,
         issued=issued,
-        issued_bytes=taken if slots is None else _bytes_of_slots(lookups, issued),
+        issued_bytes=taken if blocks is None else _bytes_of_slots(lookups, issued),
         wasted=wasted,
     )
 

@@ -235,9 +235,7 @@ class ExpertCache:
         self._release()
 
     def _start_decisions(self) -> Cache:
-        return Cache(
-            self._n_layers * self._n_experts, self.slots * self.block_bytes, self.block_bytes, policy=self.policy
-        )
+        return Cache(self._n_layers * self._n_experts, self.slots, 1, policy=self.policy)  # in blocks
 
     def _keys(self, layer: int, experts: Sequence[int]) -> list[int]:
         """Block indices. An id out of range would silently be another layer's expert, so it is refused."""
@@ -272,7 +270,7 @@ class ExpertCache:
             if self.policy.divides:  # its shares are of the old budget: it must begin anew with what is cached
                 self._start_over()
             else:
-                self._decisions.resize(stay * self.block_bytes)
+                self._decisions.resize(stay)
                 self._free_rows = [row for row in self._free_rows if row < stay]
 
     def _fill(self, misses: list[int], victims: list[int], phase: str) -> None:

@@ -1,7 +1,7 @@
 """Blocks on their way from disk before anyone asks for them, each into memory of its own.
 
-A read has three moments: noted, begun by whoever claims it first, ended. Nothing is begun that is not noted, so an
-interrupt between any two steps leaves no thread writing into memory that nobody knows to be in use.
+A read is noted first, then begun by the thread that claims it, and ends. So an interrupt between any two steps leaves
+no thread writing into memory that nobody knows to be in use.
 """
 
 from __future__ import annotations
@@ -17,54 +17,53 @@ from nemolab.store.reader import BlockReader
 
 
 class _Flight:
-    """One read. `claim` is free until somebody begins it, `end` is held until it has ended."""
+    """One read. Whoever claims it reads it, or lets it be; `ended` says that this is over."""
 
-    __slots__ = ("block", "buffer", "claim", "end", "failure", "owner", "reader")
+    __slots__ = ("_claim", "block", "buffer", "ended", "failure", "owner", "reader")
 
     def __init__(self, reader: BlockReader, block: int, buffer: np.ndarray, owner):
         self.reader, self.block, self.buffer, self.owner = reader, block, buffer, owner
         self.failure: BaseException | None = None
-        self.claim, self.end = threading.Lock(), threading.Lock()
-        self.end.acquire()
+        self._claim: dict[str, int] = {}
+        self.ended = threading.Event()
 
     @property
     def landed(self) -> bool:
         """The block is there, whole."""
-        return self.failure is None and not self.end.locked()
+        return self.failure is None and self.ended.is_set()
 
     def fly(self) -> None:
         """Read, unless somebody else does."""
-        if not self.claim.acquire(blocking=False):
-            return
-        try:
-            self.reader.read_into(self.block, self.buffer)
-        except BaseException as failure:  # told to whoever asks for the block
-            self.failure = failure
-            if not isinstance(failure, Exception):  # an interrupt, in the thread that came to help
-                raise
-        finally:
-            self.end.release()
+        if self._may_begin():
+            try:
+                self.reader.read_into(self.block, self.buffer)
+            except BaseException as failure:  # told to whoever asks for the block
+                self.failure = failure
+                if not isinstance(failure, Exception):  # an interrupt, in the thread that came to help
+                    raise
+            finally:
+                self.ended.set()
 
     def wait(self) -> None:
         """Help, or wait until the read has ended, well or not."""
         self.fly()
-        self._await_end()
+        try:
+            self.ended.wait()
+        except BaseException:  # an interrupt must not leave a thread writing into memory about to be used again
+            self.ended.wait()
+            raise
 
     def call_off(self) -> None:
-        """Never begin it, or wait until it has ended."""
-        if self.claim.acquire(blocking=False):
+        """Let nobody begin it any more."""
+        if self._may_begin():
             self.failure = StoreError("the read was called off")
-            self.end.release()
-        self._await_end()
+            self.ended.set()
 
-    def _await_end(self) -> None:
-        try:
-            with self.end:
-                pass
-        except BaseException:  # an interrupt must not leave a thread writing into memory about to be used again
-            with self.end:
-                pass
-            raise
+    def _may_begin(self) -> bool:
+        # One step that no interrupt can cut in two, and that a thread may take again: what it claimed and, interrupted,
+        # did not end is still its own.
+        mine = self._claim.setdefault("by", threading.get_ident()) == threading.get_ident()
+        return mine and not self.ended.is_set()
 
 
 class ReadAhead:
@@ -131,6 +130,8 @@ class ReadAhead:
         flights = self._flights
         for flight in flights.values():
             flight.call_off()
+        for flight in flights.values():
+            flight.wait()
         self._flights = {}
         return [(flight.owner, flight.landed) for flight in flights.values()]
 
