@@ -3,13 +3,18 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from nemolab.errors import NemolabError
 from nemolab.measure import latest
+from nemolab.notebooks import find_trace
 from nemolab.paths import configs_folder, tiny_folder
 from nemolab.plan import check_claims, claims_table, compare_models, plan, read_claims
 from nemolab.plan.claims import CLAIM_IDS, COLUMNS, VERDICTS, Claim
+from nemolab.simulate import check_live, from_trace, measures, replay
+from nemolab.trace import read_trace
+from nemolab.trace.trace import GUESSES
 
 GIB = 2**30
 
@@ -31,6 +36,24 @@ def routing():
     return json.loads((tiny_folder() / "making" / "measurements.json").read_text())["routing"]
 
 
+@pytest.fixture(scope="module")
+def conversations():
+    """What the shipped model routed in five conversations."""
+    return read_trace(find_trace(model=tiny_folder()))
+
+
+@pytest.fixture(scope="module")
+def decode(conversations):
+    """Counts of decode under an LRU: decode(slots, prefetch) -> a row of the replay."""
+    lookups = from_trace(conversations)
+    return lambda slots, prefetch=0: replay(lookups, "lru", slots=slots, prefetch=prefetch).row("decode")
+
+
+def a_token(row, prefetch=True) -> str:
+    """Reads a token as the ledger writes them: those to wait for, or with those ahead."""
+    return f"{row['reads_per_token' if prefetch else 'misses'] / (1 if prefetch else row['tokens']):.2f}"
+
+
 def percentages(routing, figure) -> list[str]:
     """A figure on mixed text, and the least and the most of the kinds of text, as the ledger writes them."""
     means = {domain: 100 * found["mean"][figure] for domain, found in routing.items()}
@@ -38,9 +61,13 @@ def percentages(routing, figure) -> list[str]:
     return [f"{mean:.1f}" for mean in (mixed, min(means.values()), max(means.values()))]
 
 
-def ledger(claim_id, verdict):
-    """Our figure as the ledger states it."""
-    (found,) = [claim for claim in read_claims() if claim.claim == claim_id and claim.verdict == verdict]
+def ledger(claim_id, verdict, theirs=""):
+    """Our figure as the ledger states it; `theirs` is in the claim where several have the verdict."""
+    (found,) = [
+        claim
+        for claim in read_claims()
+        if claim.claim == claim_id and claim.verdict == verdict and theirs in claim.theirs
+    ]
     return found.ours
 
 
@@ -155,9 +182,41 @@ def test_a4_dense_part(large):
     assert newer.routed_bytes == large.routed_bytes
 
 
+def test_a6_lru_at_their_share_and_at_their_cycles(conversations, decode, large):
+    found = ledger("A6", "in kind")
+    blocks, cycle = conversations.n_layers * conversations.meta.n_experts, conversations.n_layers * conversations.top_k
+    slots = round(0.24 * blocks)
+    assert f"24 % ({slots} blocks) hit {100 * decode(slots)['hit_rate']:.1f} %" in found
+    cycles = (14 * GIB // large.expert_bytes) / (large.bytes_per_token / large.expert_bytes)
+    assert f"{slots / cycle:.1f} times what a token uses" in found and f"the 120B model {cycles:.1f} times" in found
+    slots = int(cycles * cycle)
+    assert f"{cycles:.1f} times ({slots} blocks) hit {100 * decode(slots)['hit_rate']:.1f} %" in found
+
+
 def test_a7_guesses(routing):
     found = ledger("A7", "in kind")
     assert all(figure in found for figure in percentages(routing, "guess_next_layer"))
+
+
+def test_a7_guesses_while_answering(conversations):
+    found = ledger("A7", "in kind")
+    told = conversations.select(phase="decode")
+    ahead = {name: measures.guess_accuracy(told.experts, getattr(told, name)).right for name in GUESSES.values()}
+    control = measures.guess_accuracy(told.experts, measures.shuffle_guesses(told.guesses)).right
+    one, two, three = (100 * right[told.top_k - 1] for right in ahead.values())
+    assert f"{one:.1f} % while it answers" in found and f"{100 * ahead['guesses'][0]:.1f} % of first guesses" in found
+    assert f"two layers ahead {two:.1f} %, three {three:.1f} %" in found
+    assert f"of other tokens {100 * control[told.top_k - 1]:.1f} %" in found
+
+
+def test_a7_reads_by_guesses(decode):
+    found = ledger("A7", "open")
+    none, four, seven, eight = (decode(92, depth) for depth in (0, 4, 7, 8))
+    assert f"of {a_token(none)} reads a token to wait for, 4 guesses leave {a_token(four, False)}" in found
+    assert (
+        f"read {a_token(four)} in all; 8 leave {a_token(eight, False)}" in found and f"read {a_token(eight)}" in found
+    )
+    assert eight["misses"] >= seven["misses"], "no fewer than 7 do"
 
 
 def test_a8_zeros(routing):
@@ -170,6 +229,18 @@ def test_a8_up_and_groups_of_down(large):
     group_bytes = 16 * 1024 // 2 + 1024  # 16 neurons of 1024 four-bit values, and their scales
     assert up_bytes == (2688 // 16) * group_bytes == large.expert_bytes // 2 == 1_548_288
     assert f"{up_bytes:,}" in ledger("A8", "reproduced")
+
+
+def test_a11_live_equals_replay(conversations):
+    check = check_live(conversations)
+    assert check.equal
+    assert f"each of {check.compared:,} batches of five conversations ({int(check.live.sum()):,} misses)" in ledger(
+        "A11", "in kind"
+    )
+    assert check.compared == check.lookups.n_batches and len(np.unique(conversations.conversation)) == 5
+    spoiled = conversations.live_misses.copy()
+    spoiled[-1, 0] += 1
+    assert not check_live(replace(conversations, live_misses=spoiled)).equal, "one miss more is seen"
 
 
 def test_a12_snapshot(large):
@@ -192,6 +263,31 @@ def test_a15_texts():
 def test_a16_swapped_nibbles():
     broken = latest("compare.control_ppl", model="tiny", control="swapped nibbles")
     assert f"{broken['median']:,.0f}" in ledger("A16", "in kind")
+
+
+def test_a19_prompt_experts_in_the_cache(conversations):
+    found = ledger("A19", "in kind", "prompt's experts")
+    aside, warm = (replay(from_trace(conversations, prefill_warms=warms), "lru", slots=92) for warms in (False, True))
+    prompts = [result.row("prefill")["misses"] for result in (warm, aside)]
+    assert "prompts miss {:,} instead of {:,} times".format(*prompts) in found
+    reads = [a_token(result.row("decode")) for result in (warm, aside)]
+    assert "decode reads {} instead of {} blocks".format(*reads) in found
+
+
+def test_a19_repeats(conversations):
+    told = conversations.select(phase="decode")
+    order = np.random.default_rng(0).permutation(told.n_tokens)
+    found = measures.repeat_rate(told.experts, told.conversation), measures.repeat_rate(told.experts[order])
+    chance = told.top_k / told.meta.n_experts
+    ours = ledger("A19", "in kind", "40 %")
+    assert all(f"{100 * share:.1f} %" in ours for share in (*found, chance)) and found[0] > found[1] > chance
+
+
+def test_a19_six_guesses(decode):
+    found = ledger("A19", "open", "6 guesses")
+    six, four = decode(92, 6), decode(92, 4)
+    assert f"6 leave {a_token(six, False)} reads a token to wait for instead of {a_token(four, False)}" in found
+    assert f"read {a_token(six)} instead of {a_token(four)} in all" in found
 
 
 def test_b1_qwen_block(published):
