@@ -336,6 +336,17 @@ def test_more_ranks_than_experts_are_refused(refuse):
     refuse(routed_npz(np.zeros((3, 1, 2), int)), "chooses 2 of 1 experts; no more than there are")
 
 
+def test_numbers_that_would_make_a_replay_count_without_end_are_refused(refuse):
+    """A single huge number among the experts would be the number of blocks that every replay keeps arrays for."""
+    for content in (
+        CSV.replace("n_expert=8", "n_expert=2147483647"),
+        line_of(TOKENS, 1, set_id(2**31 - 2)),
+        routed_npz(np.array([[[0, 2**31 - 2]]])),
+    ):
+        refuse(content, r"layers? of 2,147,483,647 experts .*are more than 16,777,216 blocks")
+    refuse(TOKENS, "more than 16,777,216 blocks", n_experts=2**30)
+
+
 def set_record(number, key, value):
     return line_of(LAYERS, number, set_to(key, value))
 

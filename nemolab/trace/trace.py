@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 PREFILL, DECODE = 0, 1
 PHASES = ("prefill", "decode")  # names of the numbers above
 LARGEST_INT16 = 2**15 - 1
+MOST_BLOCKS = 1 << 24  # of a model: a replay counts all of them, whatever a file claims; the largest known has 82,432
 
 
 @dataclass(frozen=True)
@@ -233,6 +234,11 @@ def _check_forms(trace: Trace) -> None:
     sizes = dict(zip(_LOOKUPS, trace.experts.shape, strict=True))
     if not all(sizes.values()):
         raise TraceError(f"experts has shape {trace.experts.shape}: a trace without a single record tells nothing")
+    if sizes["layers"] * trace.meta.n_experts > MOST_BLOCKS:
+        raise TraceError(
+            f"{sizes['layers']:,} layers of {trace.meta.n_experts:,} experts (n_experts) are more than {MOST_BLOCKS:,} "
+            "blocks, the limit"
+        )
     for name, (types, axes) in ARRAYS.items():
         array = getattr(trace, name)
         if array is None and name not in REQUIRED:
