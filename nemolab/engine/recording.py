@@ -42,5 +42,6 @@ def make_recorder(
         hidden=config.hidden_size,
         groups=inter // GROUP,
         routers=routers,
+        guesses=prefetch,
         token_ids=token_ids,
     )

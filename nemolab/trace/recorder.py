@@ -55,6 +55,7 @@ class Recorder:
     meta          what holds for the trace; `trace` may complete meta.taken
     n_layers, top_k   of the model; hidden: width of a MoE layer's input; groups: groups of 16 neurons of an expert
     routers       None: no guesses are recorded
+    guesses       at least so many: those that the engine prefetches
     token_ids     False: ids are left out, and with them the text they stand for
     .guesses      how many are recorded for each layer
 
@@ -71,11 +72,13 @@ class Recorder:
         hidden: int,
         groups: int,
         routers: Routers | None = None,
+        guesses: int = 0,
         token_ids: bool = True,
     ):
         self.meta, self.n_layers = meta, n_layers
         self._routers = routers
-        self.guesses = count_guesses(meta.n_experts, top_k, routers.groups, routers.top_groups) if routers else 0
+        least = count_guesses(meta.n_experts, top_k, routers.groups, routers.top_groups) if routers else 0
+        self.guesses = max(least, guesses)
         left_out = set() if token_ids else {"token_ids"}
         if not routers:
             left_out |= set(GUESSES.values())
