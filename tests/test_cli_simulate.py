@@ -315,6 +315,7 @@ def test_check_of_another_prefetch_is_seen_to_differ():
         ({"policy": "mru", "slots": 3}, ["cannot be replayed", "unknown policy 'mru'"]),
         ({"policy": "lru", "slots": "3"}, ["slots is '3'"]),
         ({"policy": "lru"}, ["budget_bytes is None"]),
+        ({"policy": "lru", "slots": 3, "start": "as it was"}, ["start is 'as it was'", "fresh engine"]),
         ({"policy": "lru", "slots": 3, "prefetch": -1}, ["prefetch is -1"]),
     ],
 )

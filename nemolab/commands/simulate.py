@@ -76,7 +76,7 @@ def simulate(
 
     \b
     Examples:
-      nemolab simulate data/traces/english.safetensors
+      nemolab simulate data/traces/conversations.safetensors
       nemolab simulate my.trace --budget 500MiB,2GiB,4854slots --policy lru,belady --prefetch 0,4 --json
       nemolab simulate routes.csv --policy all --budget 2GiB --plot curve.svg
       nemolab simulate my.trace --check --measures

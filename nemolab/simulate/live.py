@@ -92,6 +92,11 @@ def _read_settings(cache: Any) -> dict[str, Any]:
     """What `replay` needs of the recorded settings: slots before bytes, as the engine counts whole blocks."""
     if not isinstance(cache, dict):
         raise TraceError("the trace does not say which cache its live misses are of (taken: cache)")
+    if cache.get("start", "empty") != "empty":
+        raise TraceError(
+            f"taken: cache: start is {cache['start']!r}: what the cache held before the recording is not in the trace, "
+            "so its misses cannot be replayed; record with a fresh engine, as `nemolab trace` does"
+        )
     found = {"policy": cache.get("policy"), "prefetch": cache.get("prefetch", 0)}
     if not isinstance(found["policy"], str):
         raise TraceError(f"taken: cache: policy is {found['policy']!r}; the name of a policy was expected")
