@@ -45,7 +45,7 @@ def test_a_policy_decides_as_its_twin(name, batches, sizes, capacity):
     assert replay(lookups, name, budget_bytes=capacity).outcome.tolist() == outcome
 
 
-@pytest.mark.parametrize("name", ["lru", "lfu", "s3fifo", "belady", "static"])
+@pytest.mark.parametrize("name", TWINS)
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), batches=batches, sizes=small_sizes, capacity=st.integers(0, 40), depth=st.integers(1, 4))
 def test_a_policy_decides_as_its_twin_with_prompts_and_prefetch(name, data, batches, sizes, capacity, depth):
