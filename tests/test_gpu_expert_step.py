@@ -26,7 +26,7 @@ PIECES = {
     "nano_width": (16, 2688, 1),
 }
 WHOLE_MODELS = {"tiny": (256, 128, 6), "super": (2688, 1024, 22), "nano": (1856, 2688, 6)}
-SMALL = (80, 32, 3)  # two parts, the second with one group
+SMALL = (48, 32, 2)  # two parts, the second with one group
 
 
 def make_blocks(inter, width, count, seed=0, active=0.2):
@@ -178,8 +178,8 @@ def test_missing_experts_are_left_out_and_added(device):
     missing = torch.tensor([1], dtype=torch.int32, device=device)
     case.table[case.ids[missing.long()].long()] = 0
     partial, active = case.launch()
-    assert partial[[1]].isnan().all() and (active[[1]] == -1).all()
-    assert torch.equal(partial[[0, 2]], whole[[0, 2]])
+    assert partial[1].isnan().all() and (active[1] == -1).all()
+    assert torch.equal(partial[0], whole[0])
     at = (case.blocks.data_ptr() + torch.arange(case.count) * case.form.block_bytes).to(device)
     there = (at, case.step.all_ranks)
     case.step.bind(there, there, case.ids, case.scales_2, case.x, missing).launch()
@@ -192,7 +192,7 @@ def test_waves_write_what_one_launch_writes(device):
     case = Case(device, *SMALL)
     whole, _ = case.launch()
     case.poison()
-    for first, count in ((0, 1), (1, 2)):
+    for first, count in ((0, 1), (1, 1)):
         case.launch(first=first, count=count)
     assert torch.equal(case.step.partial.cpu(), whole)
 

@@ -20,14 +20,6 @@ E4M3_UNIT = 2.0**8
 
 
 @triton.jit
-def halves_to_float(pairs):
-    """uint32 holding two half floats -> (low, high) as float32."""
-    low = pairs.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-    high = (pairs >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-    return low, high
-
-
-@triton.jit
 def decode_e2m1(words, place: tl.constexpr):
     """The codes in nibbles `place` and `place + 4` (place 0 to 3) of uint32 words -> two float32, value * 2^-14.
 
@@ -37,7 +29,10 @@ def decode_e2m1(words, place: tl.constexpr):
         magnitudes = words >> 3
     else:
         magnitudes = words << (9 - 4 * place)
-    return halves_to_float((magnitudes & 0x0E000E00) | ((words << (12 - 4 * place)) & 0x80008000))
+    halves = (magnitudes & 0x0E000E00) | ((words << (12 - 4 * place)) & 0x80008000)
+    low = halves.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    high = (halves >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    return low, high
 
 
 @triton.jit

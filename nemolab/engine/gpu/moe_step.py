@@ -51,6 +51,7 @@ class PinnedArray:
         self._lock = PageLock(address(row), pages, pages, driver)
         problem = self._lock.grow(pages)
         if problem is not None:
+            self._arena.close()
             raise EngineError(f"{self.nbytes} bytes shared with the card: {problem}")
         self.array = row[: self.nbytes].view(dtype).reshape(shape)
         self.address = address(row)
@@ -119,6 +120,9 @@ class MoeStep:
     ):
         if strategy not in STRATEGIES:
             raise EngineError(f"unknown transfer strategy {strategy!r}; known: {', '.join(STRATEGIES)}")
+        self.waves = list(waves or spread(_WAVES.get(strategy, (1,)), top_k))
+        if sum(self.waves) != top_k or min(self.waves) < 1:
+            raise EngineError(f"waves of {self.waves} experts do not add up to {top_k}")
         self.strategy, self.top_k, self.table = strategy, top_k, table
         self._scales_2, self._driver = scales_2, driver
         device = scales_2.device
@@ -134,9 +138,6 @@ class MoeStep:
         self._choices = PinnedArray((n_layers, top_k), np.int32, driver)
         self._missing = PinnedArray((2, top_k), np.int64, driver)  # addresses by rank; ranks, as int32
         self._missing_there = torch.zeros(2, top_k, dtype=torch.int64, device=device)
-        self.waves = list(waves or spread(_WAVES.get(strategy, (1,)), top_k))
-        if sum(self.waves) != top_k or min(self.waves) < 1:
-            raise EngineError(f"waves of {self.waves} experts do not add up to {top_k}")
         if strategy != "pull":
             half = inter * width * 9 // 16
             self._slot_bytes = 2 * half if strategy == "whole" else half

@@ -1,0 +1,109 @@
+"""Page-locking in chunks: what is locked, what a failure leaves behind, and on a card that it can be read in place."""
+
+import numpy as np
+import pytest
+
+from nemolab.errors import StoreError
+from nemolab.store.arena import Arena
+from nemolab.store.direct_io import address
+from nemolab.store.page_lock import CopyBatch, Driver, PageLock
+
+ROW = 3 * 4096
+
+
+class FakeLocker:
+    """Locks until `limit_bytes` are locked, and keeps book."""
+
+    def __init__(self, limit_bytes: int):
+        self.limit_bytes, self.locked = limit_bytes, {}
+
+    def lock(self, address, nbytes):
+        if sum(self.locked.values()) + nbytes > self.limit_bytes:
+            return "CUDA_ERROR_OUT_OF_MEMORY"
+        self.locked[address] = nbytes
+        return None
+
+    def unlock(self, address):
+        return None if self.locked.pop(address, None) else "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED"
+
+
+def test_it_grows_in_chunks_of_whole_rows():
+    locker = FakeLocker(1 << 30)
+    lock = PageLock(1 << 20, 10 * ROW, ROW, locker, chunk_bytes=3 * ROW + 5)
+    assert lock.grow(1) is None and lock.locked_bytes == 3 * ROW
+    assert lock.grow(3 * ROW) is None and lock.locked_bytes == 3 * ROW, "that much is locked already"
+    assert lock.grow(10 * ROW) is None and lock.locked_bytes == 10 * ROW
+    assert locker.locked == {(1 << 20) + 3 * k * ROW: size * ROW for k, size in enumerate((3, 3, 3, 1))}
+    lock.close()
+    assert locker.locked == {} and lock.locked_bytes == 0
+    lock.close()
+
+
+def test_a_row_larger_than_a_chunk_is_a_chunk():
+    lock = PageLock(0, 4 * ROW, ROW, FakeLocker(1 << 30), chunk_bytes=4096)
+    lock.grow(1)
+    assert lock.locked_bytes == ROW == lock.chunk_bytes
+
+
+def test_a_cap_stops_it_where_it_is_and_it_can_try_again():
+    locker = FakeLocker(5 * ROW)
+    lock = PageLock(0, 10 * ROW, ROW, locker, chunk_bytes=2 * ROW)
+    problem = lock.grow(10 * ROW)
+    assert "48.00 KiB" in problem and "CUDA_ERROR_OUT_OF_MEMORY" in problem
+    assert lock.locked_bytes == 4 * ROW == sum(locker.locked.values()), "nothing half done"
+    locker.limit_bytes = 20 * ROW
+    assert lock.grow(10 * ROW) is None
+    lock.close()
+    assert locker.locked == {}
+
+
+def test_what_cannot_be_unlocked_is_said():
+    locker = FakeLocker(1 << 30)
+    lock = PageLock(0, 4 * ROW, ROW, locker, chunk_bytes=ROW)
+    lock.grow(4 * ROW)
+    locker.locked.pop(ROW)
+    with pytest.raises(StoreError, match="unlocking 1 pieces of memory failed: CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED"):
+        lock.close()
+    assert locker.locked == {}, "the others are unlocked all the same"
+
+
+@pytest.mark.parametrize(("at", "nbytes", "row"), [(5, ROW, ROW), (0, ROW + 4096, ROW), (0, 5000, 5000)])
+def test_only_whole_pages_and_rows_are_locked(at, nbytes, row):
+    with pytest.raises(StoreError, match="whole pages are needed"):
+        PageLock(at, nbytes, row, FakeLocker(1 << 30))
+
+
+@pytest.mark.gpu
+def test_a_card_reads_and_copies_what_is_locked():
+    import torch
+
+    from nemolab.kernels.gpu.stream import stream, stream_torch
+
+    torch.zeros(1, device="cuda")
+    driver, arena = Driver(), Arena(8, ROW)
+    arena.rows[:] = np.random.default_rng(0).integers(0, 256, arena.rows.shape)
+    at = address(arena.rows)
+    lock = PageLock(at, arena.reserved_bytes, ROW, driver, chunk_bytes=3 * ROW)
+    assert lock.grow(arena.reserved_bytes) is None
+    assert "ALREADY_REGISTERED" in driver.lock(at, ROW), "and the next call works all the same"
+    sums = torch.empty(5, dtype=torch.int32, device="cuda")
+    stream(at, arena.reserved_bytes // 4, sums)
+    assert sums.sum(dtype=torch.int32).cpu() == stream_torch(torch.from_numpy(arena.rows).flatten().view(torch.int32))
+    there = torch.zeros(8, ROW, dtype=torch.uint8, device="cuda")
+    to = there.data_ptr() + ROW * np.arange(8, dtype=np.int64)
+    sources = at + ROW * np.array([3, 1, 7, 0, 2, 6, 5, 4])
+    side = torch.cuda.Stream()
+    for batch in (driver.copy_batch, None):
+        driver.copy_batch = batch
+        there.zero_()
+        torch.cuda.synchronize()
+        copies = CopyBatch(driver, to, sources, ROW, side.cuda_stream)
+        copies.run(0, 3)
+        copies.run(3, 4)
+        torch.cuda.synchronize()
+        assert np.array_equal(there[:7].cpu().numpy(), arena.rows[[3, 1, 7, 0, 2, 6, 5]])
+        assert not there[7].any()
+    lock.close()
+    with pytest.raises(StoreError, match="copying 12288 bytes"):
+        driver.copy(there.data_ptr(), 16, ROW, side.cuda_stream)
+    arena.close()
