@@ -82,7 +82,7 @@ def tall_programs(monkeypatch):
     """Programs of 256 rows: their number decides how long the interpreter takes, and no bit of a row."""
     from nemolab.kernels.gpu import matvec
 
-    monkeypatch.setattr(matvec, "_shape", lambda places, rows: (1, 256))
+    monkeypatch.setattr(matvec, "_shape", lambda code, places, rows: (1, 256))
 
 
 @on_both
@@ -130,6 +130,22 @@ def test_product_has_the_same_bits_every_time(format):
     packed, x = stored(format, 4096, 4096), random(4096)
     first = product(packed, x, "cuda")
     assert all(torch.equal(product(packed, x, "cuda"), first) for _ in range(5))
+
+
+@on_both
+@pytest.mark.parametrize("format", ["nvfp4", "fp8"])
+def test_rows_of_a_program_do_not_change_a_bit(device, format, monkeypatch):
+    """They are chosen for speed, by the number of rows; warps, which decide the order of sums, by the columns alone."""
+    from nemolab.kernels.gpu import matvec
+
+    packed, x = stored(format, 13, 2688), random(2688)
+    warps = {matvec._shape(int(packed.table[0]), 168, rows)[0] for rows in (1, 500, 5000, 50000)}
+    assert len(warps) == 1
+    found = []
+    for rows_each in (2, 4, 8):
+        monkeypatch.setattr(matvec, "_shape", lambda *_, rows_each=rows_each: (*warps, rows_each))
+        found.append(product(packed, x, device))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 @on_both

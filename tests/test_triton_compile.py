@@ -53,20 +53,20 @@ CASES = {
         "router_step", "_rank_kernel",
         {name: "*fp32" for name in ("logits", "bias", "keys", "weights")}
         | {"experts": "*i32", "count": "i32:16", "top_k": "i32", "scaling": "fp32"},
-        {"NORMALISE": True, "GROUPED": False, "COUNT": 512, "OTHERS": 32}, 16,
+        {"NORMALISE": True, "GROUPED": False, "COUNT": 512, "OTHERS": 16}, 4,
     ),
-    "attention split": (
-        "attention_step", "_split_kernel",
+    "attention stretch": (
+        "attention_step", "_stretch_kernel",
         {name: "*fp32" for name in ("q", "k", "v", "largest_out", "sums_out", "mixes_out")}
         | {"keys": "*bf16", "values": "*bf16", "tokens_ptr": "*i32", "scale": "fp32"}
-        | {name: "i32:16" for name in ("share", "kv_width", "head_dim")} | {"splits": "i32"},
-        {"SPLIT": 256, "TOKENS": 32, "SHARE": 16, "DIM": 128}, 4,
+        | {name: "i32:16" for name in ("share", "kv_width", "head_dim")} | {"stretches": "i32"},
+        {"TOKENS": 64, "SHARE": 16, "DIM": 128}, 8,
     ),
     "attention merge": (
         "attention_step", "_merge_kernel",
         {name: "*fp32" for name in ("largest_in", "sums_in", "mixes_in", "mixed")}
-        | {"tokens_ptr": "*i32", "head_dim": "i32:16", "splits": "i32"},
-        {"SPLIT": 256, "DIM": 128}, 4,
+        | {"tokens_ptr": "*i32", "head_dim": "i32:16", "stretches": "i32"},
+        {"TOKENS": 64, "MERGE": 32, "DIM": 128}, 4,
     ),
     "decode nvfp4": (
         "decode_bf16", "_decode_kernel", {"words": "*i64", "scales": "*u8", "out": "*i64", "places": "i32:16"},

@@ -3,8 +3,8 @@
     results[pair] = scale_2_down * down(relu(scale_2_up * up(x[pair // top_k]))^2)   for the pairs of a batch of experts
 
     x        bfloat16 [tokens, X]; results float32 [tokens * top_k, X], the batch's rows are written
-    blocks   layout `neuron`, X and I multiples of 16; an address each, of memory on the card: a block is read once for
-             every TOKENS of its tokens (out of the cache after the first), so it should cross the bus before
+    blocks   layout `neuron`, X and I multiples of 16; an address each, of memory on the card: a block is read once
+             for every TOKENS, 64 or 128, of its tokens (later out of the cache), so it should cross the bus before
 
 Two launches, with h (the activations, bfloat16 [pairs of the batch, I]) between them. A block's values are decoded to
 BF16 tiles as code * scale, exactly (two significant bits times four); sums are float32, and the matrices' scales
@@ -29,7 +29,7 @@ from nemolab.kernels.gpu.codes import card_of, e2m1_of_byte, e4m3
 
 __all__ = ["expert_prompt", "expert_prompt_torch"]
 
-_TOKENS, _NEURONS, _OUTPUTS, _K = 64, 64, 128, 64
+_NEURONS, _OUTPUTS, _K = 64, 128, 64
 
 
 @triton.jit
@@ -64,7 +64,8 @@ def _up_kernel(
         token = tl.load(pairs + place, mask=here, other=0) // top_k
         neuron = tl.program_id(0) * NEURONS + tl.arange(0, NEURONS)
         in_inter = neuron < inter
-        sums = tl.zeros([TOKENS, NEURONS], tl.float32)
+        # Neurons by tokens: a decoded tile goes to the matrix unit as it lies, and x is what is turned.
+        sums = tl.zeros([NEURONS, TOKENS], tl.float32)
         for first in range(0, width, K):
             column = first + tl.arange(0, K)
             byte = first // 2 + tl.arange(0, K // 2)
@@ -74,14 +75,14 @@ def _up_kernel(
             scale = e4m3(code, CARD)
             low, high = _low_high(codes, scale, scale, CARD)
             w = tl.reshape(tl.join(low, high), [NEURONS, K])
-            at = x + token.to(tl.int64)[:, None] * width + column[None, :]
-            tokens = tl.load(at, mask=here[:, None] & (column < width)[None, :], other=0.0)
-            sums = _add_product(tokens, tl.trans(w), sums, CARD)
+            at = x + token.to(tl.int64)[None, :] * width + column[:, None]
+            tokens = tl.load(at, mask=here[None, :] & (column < width)[:, None], other=0.0)
+            sums = _add_product(w, tokens, sums, CARD)
         sums *= tl.load(scales_2 + 2 * expert)
         sums = tl.where(sums <= 0, 0.0, sums * sums)
         row = (place - tl.load(starts)).to(tl.int64)
-        at = h + row[:, None] * inter + neuron[None, :]
-        tl.store(at, sums.to(tl.bfloat16), mask=here[:, None] & in_inter[None, :])
+        at = h + row[None, :] * inter + neuron[:, None]
+        tl.store(at, sums.to(tl.bfloat16), mask=here[None, :] & in_inter[:, None])
 
 
 @triton.jit
@@ -167,12 +168,14 @@ def expert_prompt(
         raise EngineError(f"experts [{inter}, {width}] with up to {most} pairs and scratch for {h.shape[0]}")
     if not most or not experts:
         return
-    card, tiles = card_of(x.device), triton.cdiv(most, _TOKENS)
+    # A tile is decoded for so many tokens at once; both sizes go through the same instructions, to the same bits.
+    tokens = 64 if most <= 64 else 128
+    card, tiles = card_of(x.device), triton.cdiv(most, tokens)
     _up_kernel[(triton.cdiv(inter, _NEURONS), tiles, experts)](
         addresses, scales_2, starts, pairs, top_k, x, h, inter, width,
-        TOKENS=_TOKENS, NEURONS=_NEURONS, K=_K, CARD=card, num_warps=4,
+        TOKENS=tokens, NEURONS=_NEURONS, K=_K, CARD=card, num_warps=4,
     )  # fmt: skip
     _down_kernel[(triton.cdiv(width, _OUTPUTS), tiles, experts)](
         addresses, scales_2, starts, pairs, h, results, inter, width,
-        TOKENS=_TOKENS, OUTPUTS=_OUTPUTS, K=_K, CARD=card, num_warps=4,
+        TOKENS=tokens, OUTPUTS=_OUTPUTS, K=_K, CARD=card, num_warps=tokens // 16,
     )  # fmt: skip

@@ -79,6 +79,30 @@ def expert(shape, experts, active, repeats, threads, record):
     return _answer(bench_expert(shape, experts, active, repeats, threads), record)
 
 
+@verb("trace")
+@checkpoint_argument
+@click.option("--tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Fed one by one a round.")
+@click.option("--slots", type=click.IntRange(min=1), default=None, help="Blocks in RAM. Default: all of them.")
+@click.option(
+    "--prefetch", type=click.IntRange(min=0), default=0, show_default=True, help="Guesses read ahead a layer."
+)
+@common_options
+def trace(path, tokens, slots, prefetch, repeats, threads, record):
+    """Decode while it is recorded, against decode that is not.
+
+    overhead is the time of a recorded token over that of a plain one, everything that is derived included (guesses
+    for three layers, counts of active neurons). By default all experts are cached: no read hides the cost.
+
+    \b
+    Examples:
+      nemolab bench trace
+      nemolab bench trace --repeats 31 --record --json
+    """
+    from nemolab.measure.bench_trace import bench_trace
+
+    return _answer(bench_trace(path, tokens, repeats, threads, slots, prefetch), record)
+
+
 @verb("repack")
 @click.option("--layout", type=click.Choice(["neuron", "source"]), default="neuron", show_default=True)
 @click.option("--gib", type=FiniteRange(0.25, 64), default=2.0, show_default=True, help="Size of the checkpoint.")
@@ -204,6 +228,7 @@ def _plain(value: int | float | str) -> str:
 bench.add_command(decode)
 bench.add_command(expert)
 bench.add_command(repack)
+bench.add_command(trace)
 bench.add_command(linear)
 bench.add_command(replay)
 bench.add_command(moe_step)
