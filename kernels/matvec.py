@@ -100,10 +100,9 @@ def matvec_torch(packed: Packed, x: torch.Tensor, y: torch.Tensor | None = None,
     return product + y if mode == ADD else product
 
 
-def _make_dot(load, load_one, nbytes):
+def _make_dot(name, load, load_one, nbytes):
     """dot(address, x, columns): `columns` stored values of `nbytes` bytes each, times the float32 at address x."""
 
-    @jit
     def dot(address, x, columns):
         a, b, c, d = simd.zeros(), simd.zeros(), simd.zeros(), simd.zeros()
         k = 0
@@ -123,13 +122,15 @@ def _make_dot(load, load_one, nbytes):
             k += 1
         return sum_
 
-    return dot
+    # Compiled code finds what it calls by name. Under one name, code kept from several processes would be mixed up.
+    dot.__name__ = dot.__qualname__ = name
+    return jit(dot)
 
 
-dot_bf16 = _make_dot(simd.load_bf16, simd.load_one_bf16, 2)
-dot_f16 = _make_dot(simd.load_f16, simd.load_one_f16, 2)
-dot_f32 = _make_dot(simd.load_f32, simd.load_one_f32, 4)
-dot_fp8 = _make_dot(simd.load_e4m3, simd.load_one_e4m3, 1)  # in units of 2^-8
+dot_bf16 = _make_dot("dot_bf16", simd.load_bf16, simd.load_one_bf16, 2)
+dot_f16 = _make_dot("dot_f16", simd.load_f16, simd.load_one_f16, 2)
+dot_f32 = _make_dot("dot_f32", simd.load_f32, simd.load_one_f32, 4)
+dot_fp8 = _make_dot("dot_fp8", simd.load_e4m3, simd.load_one_e4m3, 1)  # in units of 2^-8
 
 
 @jit

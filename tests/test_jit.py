@@ -128,3 +128,39 @@ def test_unowned_arrays_are_the_same_memory_and_leave_counts_alone():
         fill(((first, 7), last))
     assert last.tolist() == [3 * (at + 7) for at in range(5)]
     assert (sys.getrefcount(first), sys.getrefcount(last)) == before
+
+
+def find_shared_names(modules):
+    """Names that several compiled functions of these modules go by: the linker finds functions by module and name."""
+    functions = {
+        id(value): (value.py_func.__module__, value.py_func.__qualname__)
+        for found in modules
+        for value in vars(found).values()
+        if isinstance(value, numba.core.registry.CPUDispatcher)
+    }
+    names = list(functions.values())
+    return sorted({name for name in names if names.count(name) > 1 or "<locals>" in name[1]})
+
+
+def test_compiled_functions_have_names_of_their_own():
+    import importlib
+
+    files = [*KERNELS.glob("*.py"), *POLICIES.glob("*.py"), *SIMULATE.glob("*.py")]
+    rooms = {KERNELS: "nemolab.kernels", POLICIES: "nemolab.policy", SIMULATE: "nemolab.simulate"}
+    modules = [
+        importlib.import_module(f"{rooms[file.parent]}.{file.stem}") for file in files if file.stem != "__init__"
+    ]
+    assert find_shared_names(modules) == []
+
+
+def test_a_shared_name_is_found():
+    from types import SimpleNamespace
+
+    def make(number):
+        def same(x):
+            return x + number
+
+        return numba.njit(same)
+
+    (found,) = find_shared_names([SimpleNamespace(one=make(1), two=make(2))])
+    assert found[1].endswith("make.<locals>.same")
