@@ -351,6 +351,14 @@ def set_record(number, key, value):
     return line_of(LAYERS, number, set_to(key, value))
 
 
+def shift_layer(layer, *, by, first):
+    """The tokens of one layer counted from another number than those of the others."""
+    records = [json.loads(line) for line in layer_lines(EXPERTS, WEIGHTS, first=first).splitlines()]
+    for record in records:
+        record["token_idx"] += by * (record["layer_idx"] == layer)
+    return "\n".join(map(json.dumps, records)) + "\n"
+
+
 SPOILED_LAYERS = {
     "token falls": (set_record(9, "token_idx", 1), "line 10: 'token_idx' goes from 2 to 1 in layer 0; each follows"),
     "token jumps": (set_record(20, "token_idx", 9), "line 21: 'token_idx' goes from 5 to 9 in layer 2"),
@@ -363,6 +371,10 @@ SPOILED_LAYERS = {
     "the last missing": (
         "".join(LAYERS.splitlines(True)[:-1]),
         "layer 2 has 6 tokens from 0 on; 7 .*the file is cut off",
+    ),
+    "a layer that is one token early": (
+        shift_layer(1, by=-1, first=1),
+        "layer 1 has 7 tokens from 0 on; 7 from 1 on were expected",
     ),
     "a record twice": (LAYERS + LAYERS.splitlines()[-1] + "\n", "line 22: 'token_idx' goes from 6 to 6 in layer 2"),
     "a layer once": (set_record(4, "layer_idx", 7), "'token_idx' goes from 0 to 2 in layer 1"),
