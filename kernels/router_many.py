@@ -103,7 +103,7 @@ def router_many(
         raise EngineError(f"{count} of {gate.rows} experts, but {top_groups} of {groups} groups hold {reachable}")
     experts = np.empty((h.shape[0], count), np.int64)
     stretch = max(1, _STRETCH_BYTES // (4 * gate.columns))
-    # As much arithmetic as a matrix of these bytes times one vector takes.
-    work_bytes = gate.nbytes * h.shape[0]
+    # What a team counts is read from memory once; here each byte is used for all tokens, out of a cache.
+    work_bytes = gate.nbytes * h.shape[0] // 16
     team.run(_many_kernel, work_bytes, gate.table, bias, groups, top_groups, stretch, h, experts)
     return experts

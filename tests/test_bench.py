@@ -7,6 +7,7 @@ from nemolab.errors import UsageError
 from nemolab.kernels import read_memory
 from nemolab.kernels.team import Team
 from nemolab.measure import bench, record
+from nemolab.measure.bench_trace import bench_trace
 
 
 @pytest.fixture(autouse=True)
@@ -65,3 +66,15 @@ def test_reading_memory_reads_all_of_it():
     buffer = np.arange(64 * 33, dtype=np.float32) / 1024
     with Team(2) as team:
         assert read_memory.read_memory(team, buffer) == pytest.approx(float(buffer.sum()), rel=1e-5)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_trace_bench_does_the_same_work_twice(tmp_path, prefetch):
+    path = write_checkpoint(tmp_path / "model", pattern="ME*E", hidden=32, latent=32, inter=32, experts=4)
+    found = bench_trace(path, tokens=5, repeats=3, threads=1, prefetch=prefetch)
+    assert [row["name"] for row in found["rows"]] == ["trace.plain", "trace.recorded", "trace.overhead"]
+    assert found["overheads"] == found["rows"][2]["values"] and found["bytes_per_token"] > 0
+    for row in found["rows"]:
+        assert len(record(**row, folder=tmp_path)["values"]) == 3
+    with pytest.raises(UsageError, match="at least 3"):
+        bench_trace(path, repeats=2)
