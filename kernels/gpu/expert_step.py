@@ -266,6 +266,10 @@ class ExpertStep:
         tensors = [ranks, 0, *up, *down, ids, scales_2, x, self.partial, self.active, 0, self._nowhere.data_ptr()]
         return BoundStep(self._kernel, tensors, self.parts)
 
+    def launch(self, up, down, ids, scales_2, x, *, ranks=None, **amount_first_count_post) -> None:
+        """`bind` and `BoundStep.launch` in one, for buffers used once."""
+        self.bind(up, down, ids, scales_2, x, ranks).launch(**amount_first_count_post)
+
 
 class BoundStep:
     """An expert step on its buffers: what `ExpertStep.bind` gives."""
