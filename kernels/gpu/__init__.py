@@ -1,10 +1,24 @@
 """The same operators as Triton kernels for CUDA cards, sm_80 and up. Importing this imports neither torch nor triton.
 
-    decode            what a stored byte means, by bit placing: shared by the kernels, never launched itself
-    expert_step       routed experts of a token, read where they lie: up, ReLU^2, down
-    combine           the weighted sum over ranks, in a fixed order
-    stream            reads memory and adds it up: the floor under the kernels
+One token:
 
-Kernels take addresses of blocks as integers from tables on the card, so that a block in page-locked memory and one in a
-slot on the card go through the same compiled code: that is what makes the strategies agree to the bit.
+    matvec            a stored matrix times a vector, any format
+    expert_step       routed experts, read where they lie: up, ReLU^2, down
+    combine           their weighted sum, in a fixed order
+    router_step       the choice of experts
+    mamba_step        convolution, state update and gated norm
+    attention_step    one query over all keys
+    rms_norm          the norm before every layer
+
+Prompts:
+
+    linear_prompt     a stored matrix times many tokens
+    expert_prompt     routed experts on all their tokens
+    decode_bf16       a matrix to bfloat16, for torch to multiply
+
+`decode` and `codes` say what stored bits are worth, `launch` starts compiled kernels without Triton's own launcher,
+`stream` measures what can be read in place.
+
+Blocks are given as integers: addresses from tables on the card, so that one in page-locked memory of the host and one
+in a slot on the card go through the same compiled code. That is what makes the transfer strategies agree to the bit.
 """
