@@ -10,8 +10,10 @@ import time
 import nbformat
 import pytest
 
+from nemolab import paths
 from nemolab.errors import NemolabError, UsageError
-from nemolab.notebooks import find_notebooks, run_notebooks
+from nemolab.notebooks import find_notebooks, find_trace, run_notebooks
+from nemolab.trace import open_trace
 
 
 def write_notebook(folder, name, *sources):
@@ -37,13 +39,15 @@ def test_notebooks_run_in_order_with_this_python_and_the_chosen_model(odd_folder
     write_notebook(
         odd_folder,
         "00_first",
-        "import os, sys; print(sys.executable); print(os.environ['NEMOLAB_MODEL']); print(os.getcwd())",
+        "import os, sys; print(sys.executable, os.environ['NEMOLAB_MODEL'], os.environ['NEMOLAB_TRACE'], sep='\\n')\n"
+        "print(os.getcwd())",
         "import matplotlib.pyplot as plt\nplt.plot([1, 2]);",
     )
     seen = []
     run = run_notebooks(
         find_notebooks(odd_folder),
         model=tmp_path / "some model",
+        trace=tmp_path / "some trace",
         folder=tmp_path / "run",
         announce=lambda path, outcome: seen.append((path.stem, outcome is not None)),
     )
@@ -52,7 +56,12 @@ def test_notebooks_run_in_order_with_this_python_and_the_chosen_model(odd_folder
     assert [outcome.headline for outcome in run.outcomes] == ["", "3 < 4 things"]
     assert sorted(path.name for path in run.folder.iterdir()) == ["00_first.ipynb", "01_second.ipynb", "report.html"]
     first, second = nbformat.read(run.folder / "00_first.ipynb", 4).cells
-    assert first.outputs[0].text.splitlines() == [sys.executable, str(tmp_path / "some model"), str(odd_folder)]
+    assert first.outputs[0].text.splitlines() == [
+        sys.executable,
+        str(tmp_path / "some model"),
+        str(tmp_path / "some trace"),
+        str(odd_folder),
+    ]
     assert [first.execution_count, second.execution_count] == [1, 2]
     assert any("image/png" in output.get("data", {}) for output in second.outputs), "figures land in the notebook"
 
@@ -162,3 +171,61 @@ def test_an_interrupt_leaves_nothing_behind(odd_folder, tmp_path):
     assert not list(tmp_path.glob("run*"))
     with pytest.raises(ProcessLookupError):
         os.kill(int(started.read_text()), 0)
+
+
+SLIDER = "from nemolab.report import slider\nslider('size', {'1': 'one <b>', '2': 'two'}, '2')"
+
+
+@pytest.mark.parametrize("widgets", [True, False])
+def test_a_slider_leaves_its_line_with_or_without_ipywidgets(tmp_path, odd_folder, widgets):
+    if widgets:
+        pytest.importorskip("ipywidgets", reason="the slider itself needs ipywidgets")
+    hide = "" if widgets else "import sys; sys.modules['ipywidgets'] = None\n"
+    write_notebook(odd_folder, "00_first", hide + SLIDER)
+    run = run_notebooks(find_notebooks(odd_folder), folder=tmp_path / "run")
+    assert not run.failures
+    notebook = nbformat.read(run.folder / "00_first.ipynb", 4)
+    (output,) = notebook.cells[0].outputs
+    assert output.data == {"text/plain": "size 2: two"} and "widgets" not in notebook.metadata
+
+
+def test_a_slider_goes_through_all_lines(monkeypatch):
+    ipywidgets = pytest.importorskip("ipywidgets", reason="the slider itself needs ipywidgets")
+    from nemolab.report import slider
+
+    made = []
+    monkeypatch.setattr(ipywidgets, "VBox", lambda parts: made.extend(parts) or ipywidgets.HTML())
+    monkeypatch.setattr("IPython.display.display", lambda *_, **__: None)
+    slider("size", {"1": "one <b>", "2": "two"}, "2")
+    choice, text = made
+    assert (choice.options, choice.value, text.value) == (("1", "2"), "2", "two")
+    choice.value = "1"
+    assert text.value == "one &lt;b&gt;"
+
+
+def link_model(folder):
+    """The shipped model under another name: to find_trace another model."""
+    folder.mkdir()
+    for path in paths.tiny_folder().iterdir():
+        (folder / path.name).symlink_to(path)
+    return folder
+
+
+def test_the_trace_is_the_one_named_then_the_variable_then_the_shipped(tmp_path, monkeypatch):
+    shipped = paths.traces_folder() / "conversations.safetensors"
+    assert find_trace() == find_trace(model=paths.tiny_folder()) == shipped and shipped.is_file()
+    monkeypatch.setenv("NEMOLAB_TRACE", str(tmp_path / "variable.csv"))
+    assert find_trace() == tmp_path / "variable.csv"
+    assert find_trace(tmp_path / "named.csv") == tmp_path / "named.csv"
+
+
+def test_another_model_is_recorded_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("nemolab.notebooks.ANSWER_TOKENS", 2)
+    model = link_model(tmp_path / "model")
+    path = find_trace(model=model)
+    trace = open_trace(path)
+    trace.check_model(open_trace(find_trace()).meta.fingerprint, 6, 64, 6)
+    assert len(trace.meta.taken["conversations"]) == 5 and trace.meta.taken["answers"] == 5
+    before = path.stat().st_mtime_ns
+    assert find_trace(model=model) == path and path.stat().st_mtime_ns == before
+    path.unlink()
