@@ -220,6 +220,7 @@ class ExpertCache:
     def clear(self) -> None:
         """Forget everything cached: what comes next begins cold. Blocks read ahead and not used count as wasted."""
         try:
+            self._ahead.settle()  # their bytes were read, so they count
             self._start_over(self._row_of)
         except BaseException:  # an interrupt: what is left half-way is left whole
             self._start_over(self._row_of)
