@@ -18,6 +18,7 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 from foreign_traces import draw_routing, route_csv, token_lines  # noqa: E402
 
+from nemolab.cli import main  # noqa: E402
 from nemolab.report import find_headline  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -228,3 +229,10 @@ def test_a_foreign_trace_runs_unchanged_and_what_it_lacks_is_said(stem, write, r
     assert [line for line in lacks if line not in said] == []
     assert len(figures) == 1 and all(ax.lines or ax.patches for ax in figures[0].axes), "a figure with no empty panel"
     assert not re.search(r"\bnan\b|\bNone\b", said), said
+
+
+def test_a_trace_that_cannot_be_opened_is_refused_before_any_notebook_runs(tmp_path, capsys):
+    (tmp_path / "trace.csv").write_text("not,a,trace\n")
+    code = main(["run", "--only", "05", "--trace", str(tmp_path / "trace.csv"), "--to", str(tmp_path / "run")])
+    assert code == 1 and "trace.csv" in capsys.readouterr().err
+    assert not list(tmp_path.glob("run*"))
