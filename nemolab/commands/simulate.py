@@ -66,7 +66,8 @@ def simulate(
     \b
     hit_rate         share of lookups that were cached, 0 to 1; a lookup is a distinct expert of a layer and step
     reads_per_token  misses and prefetch reads a token, bytes_per_token the same in bytes
-    compulsory       misses of what was never cached before: no size and no policy avoids them
+    compulsory       misses of what was never in the cache before, which no size and no policy avoids; where prompts
+                     leave nothing in it, their misses stay first ones until decode reads the same
     slots            blocks, where they are all of one size
     prefetch_*       read ahead and used (useful), thrown out unused (wasted), used but not there in time (late)
 

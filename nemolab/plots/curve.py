@@ -7,7 +7,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
-from nemolab.plots.style import BLACK, COLOURS, QUIET, binary_unit, ceiling
+from nemolab.plots.style import BLACK, COLOURS, QUIET, SIZE_INCHES, binary_unit, ceiling
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -17,6 +17,7 @@ MARKERS = {
     "lru": "o", "lru-per-layer": "s", "lfu": "o", "lfu-incache": "s", "lfu-ageing": "^", "slru": "D", "s3fifo": "o",
     "sieve": "s", "arc": "^", "random": "x", "static": "P", "belady": "o", "belady-bypass": "s",
 }  # fmt: skip
+MOST_INSIDE, MOST_ROWS = 8, 26  # entries of a legend
 
 
 def plot_curve(
@@ -70,9 +71,20 @@ def plot_curve(
         xlim=(0, 1.02 * end / step),
         ylim=(0, 102),
     )
-    if ax.get_legend_handles_labels()[1]:
-        ax.legend(loc="lower right", fontsize=8, frameon=True, framealpha=0.9, edgecolor="none")
+    _place_legend(figure, ax)
     return figure
+
+
+def _place_legend(figure: Figure, ax) -> None:
+    """Inside while it is short; beside the axes where it would cover them, and the figure grows with it."""
+    count = len(ax.get_legend_handles_labels()[1])
+    if 0 < count <= MOST_INSIDE:
+        ax.legend(loc="lower right", fontsize=8, frameon=True, framealpha=0.9, edgecolor="none")
+    elif count:
+        columns = -(-count // MOST_ROWS)
+        width, height = SIZE_INCHES
+        figure.set_size_inches(width + 1.9 * columns, max(height, 0.5 + 0.18 * -(-count // columns)))
+        figure.legend(loc="outside right upper", fontsize=8, ncols=columns)
 
 
 def _shade_gap(ax, along: np.ndarray, rates: np.ndarray, points: "pd.DataFrame", step: float) -> None:
