@@ -194,12 +194,13 @@ def prompt_case(experts, tokens, top_k, seed=3):
     return starts.numpy(), pairs.numpy(), torch.randn(tokens, experts.width, generator=generator)
 
 
-def run_prompt(team, experts, starts, pairs, top_k, x, only=None):
+def run_prompt(team, experts, starts, pairs, top_k, x, only=None, active=None):
     places = slice(None) if only is None else slice(only, only + 1)
     results = np.full((x.shape[0] * top_k, experts.width), np.nan, np.float32)
     expert_prompt(
         team, experts.addresses[places], experts.layout, experts.inter, experts.scales_2[places],
         starts if only is None else starts[only : only + 2], pairs, top_k, x.numpy(), results,
+        active,
     )  # fmt: skip
     return torch.from_numpy(results)
 
@@ -218,6 +219,23 @@ def test_prompt_equals_its_twin(solo, shape, count, tokens, top_k, layout):
         torch.from_numpy(pairs), top_k, x, wanted,
     )  # fmt: skip
     close(run_prompt(solo, experts, starts, pairs, top_k, x), wanted)
+
+
+@pytest.mark.parametrize("layout", ["neuron", "source"])
+def test_prompt_tells_which_neurons_were_active_as_its_twin_does(solo, crew, layout):
+    experts, tokens, top_k = Experts("odd", layout, 3), 2 * TOKENS + 5, 2
+    starts, pairs, x = prompt_case(experts, tokens, top_k)
+    shape = (tokens * top_k, experts.inter // 16)
+    wanted, found = torch.zeros(shape, dtype=torch.int32), np.zeros(shape, np.uint16)
+    expert_prompt_torch(
+        experts.blocks, experts.form.views, layout, torch.from_numpy(experts.scales_2), starts.tolist(),
+        torch.from_numpy(pairs), top_k, x, torch.empty(tokens * top_k, experts.width), wanted,
+    )  # fmt: skip
+    told = run_prompt(crew, experts, starts, pairs, top_k, x, active=found)
+    assert np.array_equal(found, wanted.numpy()) and len(np.unique(found)) > 50
+    assert torch.equal(told, run_prompt(solo, experts, starts, pairs, top_k, x)), "asking changes no result"
+    with pytest.raises(EngineError, match="active"):
+        run_prompt(solo, experts, starts, pairs, top_k, x, active=found[1:])
 
 
 def test_prompt_comparison_can_fail(solo):
