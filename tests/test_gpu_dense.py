@@ -38,7 +38,7 @@ def product(packed, x, device, mode=PLAIN, y=None):
 
 @on_both
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize(("rows", "columns"), [(1, 16), (7, 48), (19, 256), (9, 2688)])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 16), (7, 48), (19, 256)])
 def test_product_equals_its_twin(device, format, rows, columns):
     packed, x = stored(format, rows, columns), random(columns, seed=5)
     torch.testing.assert_close(product(packed, x, device), matvec_torch(packed, x), **CLOSE)
@@ -138,14 +138,14 @@ def test_rows_of_a_program_do_not_change_a_bit(device, format, monkeypatch):
     """They are chosen for speed, by the number of rows; warps, which decide the order of sums, by the columns alone."""
     from nemolab.kernels.gpu import matvec
 
-    packed, x = stored(format, 13, 2688), random(2688)
-    warps = {matvec._shape(int(packed.table[0]), 168, rows)[0] for rows in (1, 500, 5000, 50000)}
+    packed, x = stored(format, 5, 640), random(640)
+    warps = {matvec._shape(int(packed.table[0]), 40, rows)[0] for rows in (1, 500, 5000, 50000)}
     assert len(warps) == 1
     found = []
-    for rows_each in (2, 4, 8):
+    for rows_each in (1, 2, 4, 8) if device == "cuda" else (2, 8):
         monkeypatch.setattr(matvec, "_shape", lambda *_, rows_each=rows_each: (*warps, rows_each))
         found.append(product(packed, x, device))
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    assert all(torch.equal(other, found[0]) for other in found)
 
 
 @on_both
@@ -186,7 +186,7 @@ def choose(device, settings, logits, bias):
 @pytest.mark.parametrize("settings", ROUTERS)
 def test_router_equals_its_twin(device, settings):
     bias = random(settings[0], seed=1) / 50
-    for seed in range(20 if device == "cuda" else 3):
+    for seed in range(20 if device == "cuda" else 1):
         logits = random(settings[0], seed=seed)
         chosen, weights = choose(device, settings, logits, bias)
         wanted, wanted_weights = router_step_torch(logits, bias, *settings[1:], 2.5)
@@ -216,7 +216,7 @@ def test_router_keeps_ids_in_range_and_shows_a_nan(device):
     assert chosen.tolist() == [9, 0, 1, 2] and weights.isnan().all()
 
 
-MAMBA_SHAPES = [(4, 16, 16, 2, 4), (3, 5, 7, 1, 2), (2, 4, 8, 1, 1), (8, 64, 64, 2, 4)]
+MAMBA_SHAPES = [(3, 5, 7, 1, 2), (2, 4, 8, 1, 1), (8, 64, 64, 2, 4)]
 SUPER_MAMBA, NANO_MAMBA = (128, 64, 128, 8, 4), (64, 64, 128, 8, 4)
 
 
@@ -270,7 +270,7 @@ def test_softplus_keeps_small_steps_exact(device):
     """log(1 + e^x) taken literally loses half the digits of a time step of 0.001."""
     from nemolab.kernels.gpu.mamba_step import MambaStep
 
-    heads = 64
+    heads = 24
     dt = torch.linspace(-20, 25, heads)
     zeros = torch.zeros(heads)
     step = MambaStep(
@@ -284,7 +284,7 @@ def test_softplus_keeps_small_steps_exact(device):
     torch.testing.assert_close(ssm.cpu().flatten(), wanted, rtol=2e-6, atol=0)
 
 
-ATTENTION_SHAPES = [(4, 2, 8), (6, 3, 5), (32, 2, 128), (4, 2, 64)]
+ATTENTION_CASES = [((6, 3, 5), 1), ((6, 3, 5), 130), ((4, 2, 64), 64), ((4, 2, 64), 65), ((32, 2, 128), 130)]
 
 
 def attend(device, shape, tokens, capacity, dtype=torch.float32):
@@ -307,8 +307,7 @@ def attend(device, shape, tokens, capacity, dtype=torch.float32):
 
 
 @on_both
-@pytest.mark.parametrize("shape", ATTENTION_SHAPES)
-@pytest.mark.parametrize("tokens", [1, 31, 257])
+@pytest.mark.parametrize(("shape", "tokens"), ATTENTION_CASES)
 def test_attention_equals_its_twin(device, shape, tokens):
     for dtype in (torch.float32, torch.bfloat16):
         found, wanted, keys, wanted_keys = attend(device, shape, tokens, 300, dtype)
