@@ -311,6 +311,9 @@ def test_what_is_told_counts_for_our_own_too(tmp_path):
     write_trace(tmp_path / "ours", ours)
     trace = open_trace(tmp_path / "ours", n_experts=8, block_bytes=9, prefill_warms=True)
     assert trace.meta.block_bytes == (9, 9, 9) and trace.meta.prefill_warms
+    write_trace(tmp_path / "warm", trace)
+    assert open_trace(tmp_path / "warm").meta.prefill_warms
+    assert not open_trace(tmp_path / "warm", prefill_warms=False).meta.prefill_warms
     with pytest.raises(TraceError, match="model of 8 experts; 9 were asked for"):
         open_trace(tmp_path / "ours", n_experts=9)
     with pytest.raises(TraceError, match="3 MoE layers; block sizes"):
