@@ -100,6 +100,7 @@ def simulate(
     if model is not None:
         recorded, about_model = simulation.join_model(recorded, model)
     lookups = simulation.from_trace(recorded)
+    live = simulation.check_live(recorded) if check else None
     chosen = budgets if budgets is not None else simulation.default_budgets(lookups)
     rows = simulation.sweep(
         lookups,
@@ -132,8 +133,7 @@ def simulate(
     if measures:
         data["measures"] = simulation.measure_trace(recorded, cold=cold)
     problem = ""
-    if check:
-        live = simulation.check_live(recorded)
+    if live is not None:
         data["live"] = live.to_dict()
         if not live.equal:
             problem = f"live and replayed misses differ in {len(live.differing):,} of {live.compared:,} batches"
