@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from nemolab.engine.gpu.moe_step import STRATEGIES, ExpertTable, MoeStep, PinnedArray, spread
+from nemolab.engine.gpu.moe_step import STRATEGIES, ExpertTable, Fetch, MoeStep, PinnedArray, spread
 from nemolab.errors import EngineError, UsageError
 from nemolab.measure.bench_moe_step import bench_moe_step
 from nemolab.store.arena import Arena
@@ -86,7 +86,7 @@ class World:
         found = []
         for layer in layers:
             self.feed(step, layer)
-            step.run(layer, lambda chosen, layer=layer: self.addresses[layer, chosen])
+            step.run(layer, lambda chosen, layer=layer: Fetch(self.addresses[layer, chosen]))
             found.append(step.out.clone())
         return torch.stack(found)
 
@@ -124,23 +124,47 @@ def test_the_strategies_equal_the_cpu_engine(world):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_misses_are_counted_and_change_no_bit(world, strategy):
+@pytest.mark.parametrize("ranks", [[0, 3, 5], [2], [0, 1, 2, 3, 4, 5]], ids=str)
+def test_misses_are_waited_for_and_change_no_bit(world, strategy, ranks):
     step = world.make(strategy)
     expected = world.outputs(step)
     ids = world.inputs[1][1].tolist()
-    gone = [ids[0], ids[3], ids[5]]
+    gone = [ids[rank] for rank in ranks]
+    rows = [EXPERTS + expert for expert in gone]
+    blocks = world.arena.rows[rows].copy()
+    world.arena.rows[rows] = 0x77  # until the disk has been read
     world.table.set(1, gone, 0)
     world.feed(step, 1)
 
+    def wait():
+        world.arena.rows[rows] = blocks
+        world.table.set(1, gone, world.addresses[1, gone])
+
     def lookup(chosen):
         assert chosen == ids
-        world.table.set(1, gone, world.addresses[1, gone])  # read meanwhile
-        return world.addresses[1, chosen]
+        return Fetch(world.addresses[1, chosen], ranks, wait)
 
-    assert step.run(1, lookup) == 3
-    assert torch.equal(step.out, expected[1])
-    world.feed(step, 1)
-    assert step.run(1, lookup) == 0 and torch.equal(step.out, expected[1])
+    for _ in range(3):  # both banks, in another order of ranks, and back
+        assert step.run(1, lookup) == len(ranks)
+        assert torch.equal(step.out, expected[1])
+        world.arena.rows[rows] = 0x77
+        world.table.set(1, gone, 0)
+        torch.cuda.synchronize()
+    wait()
+    assert torch.equal(world.outputs(step), expected)
+
+
+@pytest.mark.gpu
+def test_the_table_changes_in_the_order_of_the_stream(world):
+    random = np.random.default_rng(1)
+    for _ in range(150):  # more than the ring of changes holds
+        blocks = random.permutation(LAYERS * EXPERTS)[: random.integers(1, 9)]
+        world.table.update(blocks, random.integers(0, 2**40, len(blocks)))
+    assert np.array_equal(world.table.device.cpu().numpy(), world.table.host)
+    large = ExpertTable(2, 500, world.driver)
+    large.update(np.arange(1000), np.arange(1000) + 7)
+    assert np.array_equal(large.device.cpu().numpy().ravel(), np.arange(1000) + 7)
+    large.close()
 
 
 @pytest.mark.gpu
@@ -155,7 +179,7 @@ def test_pull_starts_without_the_cpu_and_leaves_out_what_is_missing(world):
     here = step.step.partial.isfinite().flatten(1).all(1).cpu()
     assert here.tolist() == [rank != 1 for rank in range(TOP_K)], "computed before anybody asked"
     assert step.choice(2) == ids
-    assert step.finish(2, world.addresses[2, ids]) == 1 and torch.equal(step.out, expected[2])
+    assert step.finish(2, Fetch(world.addresses[2, ids])) == 1 and torch.equal(step.out, expected[2])
 
 
 @pytest.mark.gpu
@@ -172,7 +196,7 @@ def test_pull_as_a_graph_gives_the_same_bits(world):
         step.expect(1)
         graph.replay()
         assert step.choice(1) == world.inputs[1][1].tolist()
-        assert step.finish(1, world.addresses[1, step.choice(1)]) == 0
+        assert step.finish(1, Fetch(world.addresses[1, step.choice(1)])) == 0
         assert torch.equal(step.out, expected[1])
 
 

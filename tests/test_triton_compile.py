@@ -90,16 +90,19 @@ CASES = {
         | {name: "*i64" for name in ("up_table", "down_table")}
         | {name: "*fp32" for name in ("scales_2", "x", "partial")}
         | {"first": "i32", "amount": "i32", "post": "i64"},
-        {"INTER": 2688, "WIDTH": 1024, "GROUPS_A_PART": 4, "WORDS": 128, "PACK": 4, "UP_UNIT": 1.0}, 1,
+        {"INTER": 2688, "WIDTH": 1024, "GROUPS_A_PART": 2, "WORDS": 128, "PACK": 4, "UP_UNIT": 1.0}, 2,
     ),
     "combine": (
         "combine", "_combine_kernel",
         {name: "*fp32" for name in ("partial", "weights", "scales_2", "out")} | {"ids": "*i32"},
-        {"RANKS": 22, "PARTS": 42, "WIDTH": 1024, "PARTS_2": 64, "BLOCK": 16, "DOWN_UNIT": 1.0}, 8,
+        {"RANKS": 22, "PARTS": 84, "WIDTH": 1024, "PARTS_2": 128, "BLOCK": 16, "DOWN_UNIT": 1.0}, 8,
     ),
     "stream": (
         "stream", "_stream_kernel", {"address": "i64:16", "words": "i64:16", "sums": "*i32"},
         {"BLOCK": 1024, "LOADS": 4}, 4,
+    ),
+    "write table": (
+        "write_table", "_write_table_kernel", {"table": "*i64", "pairs": "i64", "count": "i32"}, {"MOST": 128}, 4,
     ),
 }  # fmt: skip
 

@@ -140,9 +140,11 @@ class _Bench:
         self.arena.close()
 
     def _step(self, name: str, i: int) -> None:
+        from nemolab.engine.gpu.moe_step import Fetch
+
         step = self.steps[name]
         step.ids.copy_(self.sets[i % CHOICES])
-        step.run(0, lambda chosen: self.addresses[chosen])
+        step.run(0, lambda chosen: Fetch(self.addresses[chosen]))
 
     def _graph(self):
         """`pull` as a graph; the CPU still learns the choice of every step."""

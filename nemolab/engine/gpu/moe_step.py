@@ -21,7 +21,8 @@ comes after that on the same stream, so whoever has been told it (`choice`) know
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ import torch
 from nemolab.errors import EngineError
 from nemolab.kernels.gpu.combine import Combine
 from nemolab.kernels.gpu.expert_step import GROUPED, ROWS, BoundStep, ExpertStep
+from nemolab.kernels.gpu.write_table import MOST, WriteTable
 from nemolab.store.arena import Arena
 from nemolab.store.direct_io import address
 from nemolab.store.page_lock import CopyBatch, Driver, PageLock
@@ -37,6 +39,7 @@ from nemolab.units import PAGE_BYTES
 STRATEGIES = ("whole", "grouped", "rows", "pull")
 _WAVES = {"whole": (4, 11, 5, 2), "grouped": (4, 7, 7, 4), "rows": (4, 9, 6, 3)}  # of 22 experts
 _UNKNOWN = -1
+_HALF = 32  # launches that change the table in half a ring of changes
 _CHOICE_TIMEOUT_S = 60.0
 
 
@@ -65,35 +68,57 @@ class PinnedArray:
 class ExpertTable:
     """Where each expert lies in page-locked memory, on the card and here; 0 for what is not there.
 
-    .device  int64 [layers, experts], changed in the order of the current stream
+    .device  int64 [layers, experts], changed in the order of torch's current stream
     .host    int64 [layers, experts], what the card will have once it has done everything queued
     """
 
     def __init__(self, n_layers: int, n_experts: int, driver: Driver, device: str | torch.device = "cuda"):
-        self._driver = driver
-        self._pinned = PinnedArray((n_layers, n_experts), np.int64, driver)
-        self.host = self._pinned.array
-        self.host[:] = 0
+        self.host = np.zeros((n_layers, n_experts), np.int64)
         self.device = torch.zeros(n_layers, n_experts, dtype=torch.int64, device=device)
-        self._row_bytes = 8 * n_experts
+        self._write = WriteTable(self.device)
+        # Changes lie in a ring until the card has read them; an event a half of it says that it has.
+        self._changes = PinnedArray((2 * _HALF, MOST, 2), np.int64, driver)
+        self._read = (torch.cuda.Event(), torch.cuda.Event())
+        self._turn = 0
 
     def set(self, layer: int, experts: np.ndarray | list[int], addresses: np.ndarray | list[int] | int) -> None:
         """Experts of a layer lie at these addresses from here on (0: nowhere)."""
-        self.host[layer, experts] = addresses
-        self.send(layer)
+        experts = np.atleast_1d(np.asarray(experts, np.int64))
+        self.update(layer * self.host.shape[1] + experts, addresses)
 
-    def send(self, layer: int) -> None:
-        """Queue the copy of a layer's row to the card."""
-        self._driver.copy(
-            self.device.data_ptr() + layer * self._row_bytes,
-            self._pinned.address + layer * self._row_bytes,
-            self._row_bytes,
-            torch.cuda.current_stream().cuda_stream,
-        )
+    def update(self, blocks: np.ndarray | list[int], addresses: np.ndarray | list[int] | int) -> None:
+        """The same for blocks (layer * n_experts + expert) of any layers, each named once: one launch for 128."""
+        blocks = np.asarray(blocks, np.int64)
+        addresses = np.broadcast_to(np.asarray(addresses, np.int64), blocks.shape)
+        self.host.reshape(-1)[blocks] = addresses
+        for first in range(0, len(blocks), MOST):
+            piece = slice(first, first + MOST)
+            turn, count = self._turn, len(blocks[piece])
+            if turn % _HALF == 0:
+                self._read[turn // _HALF].synchronize()
+            self._changes.array[turn, :count, 0] = blocks[piece]
+            self._changes.array[turn, :count, 1] = addresses[piece]
+            self._write.launch(self._changes.address + 16 * MOST * turn, count)
+            if turn % _HALF == _HALF - 1:
+                self._read[turn // _HALF].record()
+            self._turn = (turn + 1) % (2 * _HALF)
 
     def close(self) -> None:
-        self.host = None
-        self._pinned.close()
+        """Once the card is done. Closing twice is fine."""
+        self._changes.close()
+
+
+class Fetch(NamedTuple):
+    """What a lookup answers: where the chosen blocks are, or will be.
+
+    addresses  int64 [top_k] by rank, in page-locked memory
+    missing    ranks whose blocks are still being read from disk
+    wait       returns once they are there, and the table has been told
+    """
+
+    addresses: np.ndarray
+    missing: Sequence[int] = ()
+    wait: Callable[[], object] = lambda: None
 
 
 class MoeStep:
@@ -144,20 +169,20 @@ class MoeStep:
             stride = -(-self._slot_bytes // 512) * 512
             self._banks = torch.empty(2, top_k, stride, dtype=torch.uint8, device=device)
             at = self._banks.data_ptr() + stride * np.arange(2 * top_k, dtype=np.int64).reshape(2, top_k)
-            self._slots_there = torch.from_numpy(at).to(device)
+            self._slots, self._slots_there = at, torch.from_numpy(at).to(device)
+            self._orders = PinnedArray((2, top_k), np.int32, driver)
+            self._orders_there = torch.zeros(2, top_k, dtype=torch.int32, device=device)
             self._copies = torch.cuda.Stream(device)
-            self._sources = np.zeros(top_k, np.int64)
-            stream = self._copies.cuda_stream
-            self._batch = [CopyBatch(driver, slots, self._sources, self._slot_bytes, stream) for slots in at]
+            self._to, self._sources = np.zeros((2, top_k), np.int64)
+            self._batch = CopyBatch(driver, self._to, self._sources, self._slot_bytes, self._copies.cuda_stream)
             self._done = [torch.cuda.Event(), torch.cuda.Event()]
-            self._copied = [torch.cuda.Event() for _ in self.waves]
+            self._copied = [torch.cuda.Event() for _ in range(len(self.waves) + 1)]
             self._turn = 0
 
-    def run(self, layer: int, lookup: Callable[[list[int]], np.ndarray]) -> int:
+    def run(self, layer: int, lookup: Callable[[list[int]], Fetch]) -> int:
         """`.out` = the weighted sum of the chosen experts of a layer; how many were missing when the step began.
 
-        lookup  called once with the ids, in rank order; answers with the addresses of their blocks (int64 [top_k]), all
-                of them read, page-locked and in the table
+        lookup  called once with the ids, in rank order
         """
         if self.strategy == "pull":
             self.start(layer)
@@ -189,47 +214,56 @@ class MoeStep:
         self._choices.array[layer] = _UNKNOWN
         self._seen[:] = self.table.host[layer]
 
-    def finish(self, layer: int, addresses: np.ndarray) -> int:
+    def finish(self, layer: int, fetch: Fetch) -> int:
         """Queue a second launch for the chosen experts that the first had to leave out, and the sum again.
 
-        addresses  int64 [top_k] of all chosen blocks, by rank
         Returns how many there were; usually none, then there is nothing to queue.
         """
         ranks = np.flatnonzero(self._seen[self._choices.array[layer]] == 0)
         if len(ranks):
-            self._missing.array[0] = addresses
+            self._missing.array[0] = fetch.addresses
             self._missing.array[1].view(np.int32)[: len(ranks)] = ranks
-            self._driver.copy(
-                self._missing_there.data_ptr(), self._missing.address, self._missing.array.nbytes, _stream()
-            )
+            self._driver.copy(self._missing_there.data_ptr(), self._missing.address, 16 * self.top_k, _stream())
+            fetch.wait()
             self._bind(layer, 1).launch(amount=ROWS, count=len(ranks))
             self._sum(layer)
         return len(ranks)
 
     # whole, grouped, rows
 
-    def _copy_and_compute(self, layer: int, lookup: Callable[[list[int]], np.ndarray]) -> int:
+    def _copy_and_compute(self, layer: int, lookup: Callable[[list[int]], Fetch]) -> int:
         self.expect(layer)
         self._driver.copy(self._choice_address(layer), self.ids.data_ptr(), 4 * self.top_k, _stream())
         # Everything that does not need the choice comes before it: from here to the first copy the bus is idle.
         bank, self._turn = self._turn, 1 - self._turn
-        bound, main, first = self._bind(layer, bank), torch.cuda.current_stream(), 0
-        amount = GROUPED if self.strategy == "grouped" else ROWS
+        bound, slots, waves = self._bind(layer, bank), self._slots[bank], self.waves
         self._copies.wait_event(self._done[bank])
-        chosen = self.choice(layer)
-        self._sources[:] = lookup(chosen)
-        for count, copied in zip(self.waves, self._copied, strict=True):
-            self._batch[bank].run(first, count)
-            copied.record(self._copies)
-            main.wait_event(copied)
+        addresses, missing, wait = lookup(self.choice(layer))
+        if (
+            missing
+        ):  # what is there crosses the bus while the disk is read: those ranks come first, in waves of their own
+            order = np.argsort(np.isin(np.arange(self.top_k), missing), kind="stable")
+            self._orders.array[bank] = order
+            there, bound = self._orders_there[bank], self._bind(layer, 2 + bank)
+            self._driver.copy(there.data_ptr(), self._orders.address + 4 * self.top_k * bank, 4 * self.top_k, _stream())
+            slots, addresses = slots[order], addresses[order]
+            waves = [*spread(tuple(self.waves), self.top_k - len(missing)), len(missing)]
+        self._to[:], self._sources[:] = slots, addresses
+        amount, main, first = GROUPED if self.strategy == "grouped" else ROWS, torch.cuda.current_stream(), 0
+        for number, count in enumerate(waves):
+            if missing and number == len(waves) - 1:
+                wait()
+            self._batch.run(first, count)
+            self._copied[number].record(self._copies)
+            main.wait_event(self._copied[number])
             bound.launch(amount=amount, first=first, count=count)
             first += count
         self._done[bank].record(main)
         self._sum(layer)
-        return int(np.count_nonzero(self._seen[chosen] == 0))
+        return len(missing)
 
     def _bind(self, layer: int, which: int) -> BoundStep:
-        """The kernel on the buffers of a layer: of a bank of slots, or of `pull`'s first and second launch."""
+        """The kernel on the buffers of a layer: `pull`'s first and second launch; banks, in rank order or another."""
         bound = self._bound.get((layer, which))
         if bound is None:
             ranks = None
@@ -240,8 +274,9 @@ class MoeStep:
                     up = down = (self._missing_there[0], self.step.all_ranks)
                     ranks = self._missing_there[1].view(torch.int32)[: self.top_k]
             else:
-                up = (self._slots_there[which], self.step.all_ranks)
+                up = (self._slots_there[which % 2], self.step.all_ranks)
                 down = up if self.strategy == "whole" else there
+                ranks = self._orders_there[which % 2] if which >= 2 else None
             bound = self.step.bind(up, down, self.ids, self._scales_2[layer], self.x, ranks)
             self._bound[layer, which] = bound
         return bound
@@ -261,6 +296,8 @@ class MoeStep:
         torch.cuda.synchronize()
         self._choices.close()
         self._missing.close()
+        if self.strategy != "pull":
+            self._orders.close()
 
 
 def _stream() -> int:
