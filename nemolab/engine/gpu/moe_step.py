@@ -41,6 +41,7 @@ _WAVES = {"whole": (4, 11, 5, 2), "grouped": (4, 7, 7, 4), "rows": (4, 9, 6, 3)}
 _UNKNOWN = -1
 _HALF = 32  # launches that change the table in half a ring of changes
 _CHOICE_TIMEOUT_S = 60.0
+_EAGER_LOOKS = 100  # for a choice that is about to come: some 100 us, without letting anybody else run
 
 
 class PinnedArray:
@@ -173,8 +174,8 @@ class MoeStep:
             self._orders = PinnedArray((2, top_k), np.int32, driver)
             self._orders_there = torch.zeros(2, top_k, dtype=torch.int32, device=device)
             self._copies = torch.cuda.Stream(device)
-            self._to, self._sources = np.zeros((2, top_k), np.int64)
-            self._batch = CopyBatch(driver, self._to, self._sources, self._slot_bytes, self._copies.cuda_stream)
+            self._to, self._sources, stream = at.copy(), np.zeros(top_k, np.int64), self._copies.cuda_stream
+            self._batches = [CopyBatch(driver, to, self._sources, self._slot_bytes, stream) for to in self._to]
             self._done = [torch.cuda.Event(), torch.cuda.Event()]
             self._copied = [torch.cuda.Event() for _ in range(len(self.waves) + 1)]
             self._turn = 0
@@ -194,9 +195,13 @@ class MoeStep:
 
         Raises EngineError when it does not come: then the card has failed, and the next call of torch says how.
         """
-        told = self._choices.array[layer]
+        told, looks = self._choices.array[layer], 0
         deadline = time.monotonic() + _CHOICE_TIMEOUT_S
         while told.min() < 0:
+            looks += 1
+            if looks < _EAGER_LOOKS:
+                continue
+            time.sleep(0)  # lets threads that read from disk have the interpreter
             if time.monotonic() > deadline:
                 raise EngineError(f"the card did not tell which experts layer {layer} chose; it may have failed")
         return told.tolist()
@@ -236,7 +241,7 @@ class MoeStep:
         self._driver.copy(self._choice_address(layer), self.ids.data_ptr(), 4 * self.top_k, _stream())
         # Everything that does not need the choice comes before it: from here to the first copy the bus is idle.
         bank, self._turn = self._turn, 1 - self._turn
-        bound, slots, waves = self._bind(layer, bank), self._slots[bank], self.waves
+        bound, batch, waves = self._bind(layer, bank), self._batches[bank], self.waves
         self._copies.wait_event(self._done[bank])
         addresses, missing, wait = lookup(self.choice(layer))
         if (
@@ -246,20 +251,22 @@ class MoeStep:
             self._orders.array[bank] = order
             there, bound = self._orders_there[bank], self._bind(layer, 2 + bank)
             self._driver.copy(there.data_ptr(), self._orders.address + 4 * self.top_k * bank, 4 * self.top_k, _stream())
-            slots, addresses = slots[order], addresses[order]
+            self._to[bank], addresses = self._slots[bank, order], addresses[order]
             waves = [*spread(tuple(self.waves), self.top_k - len(missing)), len(missing)]
-        self._to[:], self._sources[:] = slots, addresses
+        self._sources[:] = addresses
         amount, main, first = GROUPED if self.strategy == "grouped" else ROWS, torch.cuda.current_stream(), 0
         for number, count in enumerate(waves):
             if missing and number == len(waves) - 1:
                 wait()
-            self._batch.run(first, count)
+            batch.run(first, count)
             self._copied[number].record(self._copies)
             main.wait_event(self._copied[number])
             bound.launch(amount=amount, first=first, count=count)
             first += count
         self._done[bank].record(main)
         self._sum(layer)
+        if missing:
+            self._to[bank] = self._slots[bank]
         return len(missing)
 
     def _bind(self, layer: int, which: int) -> BoundStep:
