@@ -242,11 +242,11 @@ class MoeStep:
         # Everything that does not need the choice comes before it: from here to the first copy the bus is idle.
         bank, self._turn = self._turn, 1 - self._turn
         bound, batch, waves = self._bind(layer, bank), self._batches[bank], self.waves
+        self._to[bank] = self._slots[bank]
         self._copies.wait_event(self._done[bank])
         addresses, missing, wait = lookup(self.choice(layer))
-        if (
-            missing
-        ):  # what is there crosses the bus while the disk is read: those ranks come first, in waves of their own
+        if len(missing):
+            # What is there crosses the bus while the disk is read: those ranks come first, in waves of their own.
             order = np.argsort(np.isin(np.arange(self.top_k), missing), kind="stable")
             self._orders.array[bank] = order
             there, bound = self._orders_there[bank], self._bind(layer, 2 + bank)
@@ -256,7 +256,7 @@ class MoeStep:
         self._sources[:] = addresses
         amount, main, first = GROUPED if self.strategy == "grouped" else ROWS, torch.cuda.current_stream(), 0
         for number, count in enumerate(waves):
-            if missing and number == len(waves) - 1:
+            if len(missing) and number == len(waves) - 1:
                 wait()
             batch.run(first, count)
             self._copied[number].record(self._copies)
@@ -265,8 +265,6 @@ class MoeStep:
             first += count
         self._done[bank].record(main)
         self._sum(layer)
-        if missing:
-            self._to[bank] = self._slots[bank]
         return len(missing)
 
     def _bind(self, layer: int, which: int) -> BoundStep:
