@@ -12,7 +12,7 @@ from synthetic import one_thread, write_checkpoint
 from nemolab.engine import Engine
 from nemolab.engine import engine as engine_module
 from nemolab.engine.guesser import Guesser
-from nemolab.errors import EngineError, StoreError
+from nemolab.errors import EngineError, StoreError, TraceError
 from nemolab.policy import POLICIES
 from nemolab.simulate import check_live, from_trace
 from nemolab.store import Store, repack
@@ -246,6 +246,31 @@ def test_a_step_that_fails_leaves_the_trace_whole_and_the_next_conversation_righ
     trace = recorder.trace()
     assert torch.equal(logits, plain[odd.path])
     assert (trace.conversation == 0).sum() == 3 + steps, "the half-made step left nothing"
+    assert trace.meta.taken["cache"]["failed_steps"] == 1, "and is told: its lookups moved the cache all the same"
+    with pytest.raises(TraceError, match="failed_steps is 1"):
+        check_live(trace)
+
+
+@one_thread
+def test_a_trace_says_which_cache_it_was_taken_with(odd):
+    cache = run(odd, 15, 4, "lfu")[1].meta.taken["cache"]
+    assert cache == {
+        "policy": "lfu", "slots": 15, "budget_bytes": 15 * odd.block_bytes, "prefetch": 4, "start": "empty",
+        "slots_at_end": 15, "failed_steps": 0,
+    }  # fmt: skip
+    with Engine(None, store=odd, ram_cache_slots=15) as engine:
+        hold_conversations(engine)
+        with engine.record(cold=False) as recorder:
+            hold_conversations(engine)
+        warm = recorder.trace()
+        assert warm.meta.taken["cache"]["start"] == "as it was"
+        with pytest.raises(TraceError, match="start is 'as it was'"):
+            check_live(warm)
+        with engine.record() as recorder:
+            hold_conversations(engine)
+            engine._cache.slots = 14
+        with pytest.raises(TraceError, match="slots is 15, slots_at_end 14"):
+            check_live(recorder.trace())
 
 
 @pytest.mark.parametrize("prefetch", [-1, REACHABLE + 1, True, 1.5])

@@ -97,6 +97,16 @@ def _read_settings(cache: Any) -> dict[str, Any]:
             f"taken: cache: start is {cache['start']!r}: what the cache held before the recording is not in the trace, "
             "so its misses cannot be replayed; record with a fresh engine, as `nemolab trace` does"
         )
+    if cache.get("failed_steps"):
+        raise TraceError(
+            f"taken: cache: failed_steps is {cache['failed_steps']!r}: what a step looked up before it failed is not "
+            "in the trace, so its misses cannot be replayed; record again"
+        )
+    if cache.get("slots_at_end", cache.get("slots")) != cache.get("slots"):
+        raise TraceError(
+            f"taken: cache: slots is {cache.get('slots')!r}, slots_at_end {cache['slots_at_end']!r}: memory ran short "
+            "and the cache stayed smaller, so its misses cannot be replayed; record with a smaller cache"
+        )
     found = {"policy": cache.get("policy"), "prefetch": cache.get("prefetch", 0)}
     if not isinstance(found["policy"], str):
         raise TraceError(f"taken: cache: policy is {found['policy']!r}; the name of a policy was expected")
