@@ -49,11 +49,16 @@ CASES = {
         | {name: "i32" for name in ("size", "groups", "top_groups")},
         {"GROUPS": 8, "SIZE": 32}, 4,
     ),
-    "router": (
+    "router ranks": (
         "router_step", "_rank_kernel",
-        {name: "*fp32" for name in ("logits", "bias", "keys", "weights")}
-        | {"experts": "*i32", "count": "i32:16", "top_k": "i32", "scaling": "fp32"},
-        {"NORMALISE": True, "GROUPED": False, "COUNT": 512, "OTHERS": 16}, 4,
+        {name: "*fp32" for name in ("logits", "bias", "keys")}
+        | {"experts": "*i32", "count": "i32:16", "top_k": "i32"},
+        {"GROUPED": False, "COUNT": 512, "MINE": 8}, 4,
+    ),
+    "router weights": (
+        "router_step", "_weigh_kernel",
+        {"logits": "*fp32", "experts": "*i32", "weights": "*fp32", "top_k": "i32", "scaling": "fp32"},
+        {"NORMALISE": True, "TOP_K": 32}, 1,
     ),
     "attention stretch": (
         "attention_step", "_stretch_kernel",

@@ -4,10 +4,10 @@
     logits, bias float32 [experts] -> experts int32 [top_k] in rank order, weights float32 [top_k]
 
 An expert's rank is the number of experts before it: those with a larger key, and those of an equal key and a lower id.
-So all ranks are counted at once, ties included, without sorting. One program: experts^2 comparisons, each key read by
-all lanes out of the cache. With groups a first launch writes the keys, those of barred groups as -inf. The chosen
-scores are added as a tree over all experts. A NaN logit comes first, as in the twin, and its weight is NaN: ids stay in
-range.
+So all ranks are counted at once, ties included, without sorting: experts^2 comparisons, MINE experts against all a
+program. A second launch weighs the chosen, in rank order; with several groups of experts a first one writes the keys,
+those of barred groups as -inf. Bounded by its launches. A NaN logit comes first, as in the twin, and its weight is NaN:
+ids stay in range.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nemolab.kernels.router_step import router_step_torch
 
 __all__ = ["RouterStep", "router_step_torch"]
 
-_OTHERS = 16  # keys read ahead of their comparisons
+_MINE = 8  # experts that a program ranks
 
 
 @triton.jit
@@ -60,30 +60,32 @@ def _group_keys_kernel(logits, bias, keys, best, size, groups, top_groups, GROUP
 
 @triton.jit
 def _rank_kernel(
-    logits, bias, keys, experts, weights, count, top_k, scaling,
-    NORMALISE: tl.constexpr, GROUPED: tl.constexpr, COUNT: tl.constexpr, OTHERS: tl.constexpr,
-):  # fmt: skip
-    # grid: (1,); keys float32 [COUNT], -inf behind the last expert's
-    expert = tl.arange(0, COUNT)
-    inside = expert < count
+    logits, bias, keys, experts, count, top_k, GROUPED: tl.constexpr, COUNT: tl.constexpr, MINE: tl.constexpr
+):
+    # grid: (cdiv(count, MINE),)
+    mine, other = tl.program_id(0) * MINE + tl.arange(0, MINE), tl.arange(0, COUNT)
     if GROUPED:
-        key = tl.load(keys + expert)
+        key = tl.load(keys + mine, mask=mine < count, other=float("-inf"))
+        theirs = tl.load(keys + other, mask=other < count, other=float("-inf"))
     else:
-        key = _key(logits, bias, expert, inside)
-        tl.store(keys + expert, key)
-        tl.debug_barrier()
-    rank = tl.zeros([COUNT], tl.int32)
-    for first in range(0, COUNT, OTHERS):
-        for step in tl.static_range(OTHERS):
-            theirs = tl.load(keys + first + step)
-            rank += ((theirs > key) | ((theirs == key) & (first + step < expert))).to(tl.int32)
-    chosen = inside & (rank < top_k)
-    score = tl.where(chosen, _sigmoid(tl.load(logits + expert, mask=inside, other=0.0)), 0.0)
-    weight = score
+        key = _key(logits, bias, mine, mine < count)
+        theirs = _key(logits, bias, other, other < count)
+    ahead = theirs[None, :] > key[:, None]
+    tied = (theirs[None, :] == key[:, None]) & (other[None, :] < mine[:, None])
+    rank = tl.sum((ahead | tied).to(tl.int32), 1)
+    tl.store(experts + rank, mine, mask=(mine < count) & (rank < top_k))
+
+
+@triton.jit
+def _weigh_kernel(logits, experts, weights, top_k, scaling, NORMALISE: tl.constexpr, TOP_K: tl.constexpr):
+    # grid: (1,)
+    rank = tl.arange(0, TOP_K)
+    inside = rank < top_k
+    expert = tl.load(experts + rank, mask=inside, other=0)
+    weight = tl.where(inside, _sigmoid(tl.load(logits + expert, mask=inside, other=0.0)), 0.0)
     if NORMALISE:
-        weight = score / (tl.sum(score, 0) + 1e-20)
-    tl.store(experts + rank, expert, mask=chosen)
-    tl.store(weights + rank, weight * scaling, mask=chosen)
+        weight = weight / (tl.sum(weight, 0) + 1e-20)
+    tl.store(weights + rank, weight * scaling, mask=inside)
 
 
 class RouterStep:
@@ -100,8 +102,7 @@ class RouterStep:
             )
         self._experts, self._top_k, self._groups, self._top_groups = experts, top_k, groups, top_groups
         self._normalise, self._scaling = bool(normalise), float(scaling)
-        self._count = triton.next_power_of_2(experts)
-        self._keys = torch.full((self._count,), -torch.inf, dtype=torch.float32, device=device)
+        self._keys = torch.empty(experts, dtype=torch.float32, device=device)
         self._best = torch.empty(groups, dtype=torch.float32, device=device)
 
     def run(self, logits: torch.Tensor, bias: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> None:
@@ -128,9 +129,11 @@ class RouterStep:
                 logits, bias, self._keys, self._best, size, self._groups, self._top_groups,
                 GROUPS=triton.next_power_of_2(self._groups), SIZE=triton.next_power_of_2(size),
             )  # fmt: skip
-        count = self._count
-        _rank_kernel[(1,)](
-            logits, bias, self._keys, experts, weights, self._experts, self._top_k, self._scaling,
-            NORMALISE=self._normalise, GROUPED=self._groups > 1, COUNT=count, OTHERS=min(count, _OTHERS),
-            num_warps=min(4, max(1, count // 32)),
+        _rank_kernel[(triton.cdiv(self._experts, _MINE),)](
+            logits, bias, self._keys, experts, self._experts, self._top_k,
+            GROUPED=self._groups > 1, COUNT=triton.next_power_of_2(self._experts), MINE=_MINE, num_warps=4,
+        )  # fmt: skip
+        _weigh_kernel[(1,)](
+            logits, experts, weights, self._top_k, self._scaling,
+            NORMALISE=self._normalise, TOP_K=triton.next_power_of_2(self._top_k), num_warps=1,
         )  # fmt: skip

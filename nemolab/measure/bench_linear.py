@@ -63,7 +63,8 @@ def bench_linear(tokens: int = TOKENS, repeats: int = 9) -> dict[str, Any]:
         rows_out.append({"name": f"linear.{format}_of_read", "values": shares, "unit": "ratio", "settings": settings})
         del matrices, y
     _bench_prompt(tokens, repeats, answer, rows_out)
-    here = {"gb_s": answer["read_gb_s"], "slots": issue_slots(), "card": 90}
+    card = 120 if torch.cuda.get_device_capability() >= (10, 0) else 90
+    here = {"gb_s": answer["read_gb_s"], "slots": issue_slots(), "card": card}
     answer["bounds"] = {
         format: {"here": weight_times(format, **here), "laptop": weight_times(format, **LAPTOP)} for format in BYTES
     }

@@ -1,4 +1,4 @@
-"""What a card and its bus can do, measured in the run that needs it, and how work on a card is timed.
+"""How work on a card is timed, and how fast the card reads its own memory: the floor of the run that needs it.
 
 Every function waits for the card only at its end; samples are seconds or GB/s (10^9), one a repeat.
 """
@@ -52,6 +52,7 @@ def time_events(call: Callable[[], object], repeats: int = 9, warm_s: float = WA
         torch.cuda.synchronize()
         if time.perf_counter() - started >= warm_s:
             break
+    call()  # not waited for: the card is busy when the first mark comes, as at all others
     for before, after in marks:
         before.record()
         call()
@@ -62,28 +63,11 @@ def time_events(call: Callable[[], object], repeats: int = 9, warm_s: float = WA
 
 def device_read_gb_s(repeats: int = 9, buffer_bytes: int = BUFFER_BYTES) -> list[float]:
     """GB/s of a kernel that reads the card's own memory and adds it up, nothing else."""
-    buffer = torch.randint(-100, 100, (buffer_bytes // 4,), dtype=torch.int32, device=need_card())
-    return _stream_gb_s(buffer, repeats, programs_a_multiprocessor=32)
-
-
-def in_place_read_gb_s(buffer: torch.Tensor, repeats: int = 9) -> list[float]:
-    """The same for page-locked memory of the host, read over the bus by the kernel itself; buffer int32, contiguous."""
-    need_card()
-    return _stream_gb_s(buffer, repeats, programs_a_multiprocessor=8)
-
-
-def pinned_copy_gb_s(buffer: torch.Tensor, repeats: int = 9) -> list[float]:
-    """GB/s of one copy of page-locked memory to the card."""
-    target = torch.empty_like(buffer, device=need_card())
-    seconds = time_events(lambda: target.copy_(buffer, non_blocking=True), repeats)
-    return [buffer.nbytes / second / 1e9 for second in seconds]
-
-
-def _stream_gb_s(buffer: torch.Tensor, repeats: int, programs_a_multiprocessor: int) -> list[float]:
     from nemolab.kernels.gpu.stream import stream
 
-    count = torch.cuda.get_device_properties(need_card()).multi_processor_count
-    sums = torch.zeros(count * programs_a_multiprocessor, dtype=torch.int32, device="cuda")
-    words = buffer.numel() // 4 * 4
-    seconds = time_events(lambda: stream(buffer.data_ptr(), words, sums), repeats)
-    return [4 * words / second / 1e9 for second in seconds]
+    device = need_card()
+    buffer = torch.randint(-100, 100, (buffer_bytes // 16 * 4,), dtype=torch.int32, device=device)
+    programs = 32 * torch.cuda.get_device_properties(device).multi_processor_count
+    sums = torch.empty(programs, dtype=torch.int32, device=device)
+    seconds = time_events(lambda: stream(buffer.data_ptr(), buffer.numel(), sums), repeats)
+    return [buffer.nbytes / second / 1e9 for second in seconds]
