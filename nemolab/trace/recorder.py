@@ -95,8 +95,9 @@ class Recorder:
         self._capacity = self._tokens = self._steps = 0
         self._step_rows = slice(0, 0)
         # Of tokens of decode until their derived values are made: MoE inputs, and the bits of active neurons.
-        self._h = np.empty((n_layers, BULK_TOKENS, hidden), np.float32)
-        self._active = np.empty((n_layers, BULK_TOKENS, top_k, groups), np.uint16)
+        self._h = np.empty((BULK_TOKENS, n_layers, hidden), np.float32)
+        self._active = np.empty((BULK_TOKENS, n_layers, top_k, groups), np.uint16)
+        self._told: list[tuple] = []  # of the step under way, by layer
         self._held = 0  # the last so many rows wait
         self._handed = False  # the engine makes the guesses for the next layer
         self._names: list[str] = []
@@ -130,6 +131,7 @@ class Recorder:
         if "token_ids" in rows:
             rows["token_ids"][at] = token_ids
         self._step_rows = slice(first, last)
+        self._told = []
 
     def decode_layer(
         self,
@@ -141,7 +143,10 @@ class Recorder:
         misses: int,
         guesses: np.ndarray | None = None,
     ) -> None:
-        """One MoE layer of a token of decode; everything is copied.
+        """One MoE layer of a token of decode, layers in order.
+
+        Nothing is copied before `end_step`, where all layers are at once (in between, a few small copies cost several
+        times as much): until then the arrays must stay as they are.
 
         layer            MoE ordinal
         h                float32 [hidden]: its input behind the norm, what its router saw
@@ -151,15 +156,7 @@ class Recorder:
         guesses          [n] for the *next* MoE layer where the engine has made them to prefetch by; else they are made
                          here, from h
         """
-        row, rows, held = self._tokens, self._rows, self._held
-        rows["experts"][row, layer] = experts
-        rows["weights"][row, layer] = weights
-        rows["live_misses"][row, layer] = misses
-        self._h[layer, held] = h
-        self._active[layer, held] = active
-        if guesses is not None:
-            rows["guesses"][row, layer + 1] = guesses[: self.guesses]
-            self._handed = True
+        self._told.append((h, experts, weights, active, misses, guesses))
 
     def prompt_layer(
         self, layer: int, h: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, active: np.ndarray, misses: int
@@ -183,9 +180,25 @@ class Recorder:
     def end_step(self) -> None:
         """The pass has come to its end: from here on it is part of the trace."""
         at = self._step_rows
-        if self._rows["phase"][at.start] == DECODE:
-            self._held += 1
+        if self._told:
+            self._keep(at.start)
         self._tokens, self._steps = at.stop, self._steps + 1
+
+    def _keep(self, row: int) -> None:
+        """Copy what was told of a token of decode, a kind of value at a time."""
+        h, experts, weights, active, misses, guesses = zip(*self._told, strict=True)
+        rows, held = self._rows, self._held
+        np.concatenate(h, out=self._h[held].reshape(-1))
+        np.concatenate(active, out=self._active[held].reshape(-1, self._active.shape[-1]))
+        np.concatenate(experts, out=rows["experts"][row].reshape(-1), casting="same_kind")
+        np.concatenate(weights, out=rows["weights"][row].reshape(-1))
+        rows["live_misses"][row] = misses
+        if guesses[0] is not None:
+            self._handed = True
+            for layer, chosen in enumerate(guesses[:-1], start=1):
+                rows["guesses"][row, layer] = chosen[: self.guesses]
+        self._held = held + 1
+        self._told = []
 
     def flush(self) -> None:
         """Derive what can be derived, for all tokens of decode that wait for it."""
@@ -193,15 +206,16 @@ class Recorder:
         if not held:
             return
         for layer in range(self.n_layers):
-            self._count_active(at, layer, self._active[layer, :held])
+            self._count_active(at, layer, self._active[:held, layer])
         nearest, furthest = 1 + self._handed, max(GUESSES)
         for target in range(1, self.n_layers):
             # All inputs that one router is asked about go through it together.
             sources = range(max(0, target - furthest), target - nearest + 1)
             if sources and self._routers:
-                inputs = np.ascontiguousarray(self._h[sources.start : sources.stop, :held])
-                for layer, chosen in zip(sources, self._ask(target, inputs), strict=True):
-                    self._rows[GUESSES[target - layer]][at, target] = chosen
+                inputs = np.ascontiguousarray(self._h[:held, sources.start : sources.stop])
+                chosen = self._ask(target, inputs)
+                for place, layer in enumerate(sources):
+                    self._rows[GUESSES[target - layer]][at, target] = chosen[:, place]
         self._held = 0
 
     def trace(self, **taken: Any) -> Trace:
