@@ -1,10 +1,12 @@
 """Live equals replay, to the last block: what the engine's cache did, and what the same cache does with its trace."""
 
+import json
 import time
 
 import numpy as np
 import pytest
 import torch
+from faults import run_cli
 from live import COUNTS, count_batches, watch
 from stores import quiet
 from synthetic import one_thread, write_checkpoint
@@ -23,6 +25,7 @@ ODD = {
     "pattern": "EME*EE", "experts": 12, "top_k": 3, "latent": None, "hidden": 80, "inter": 48, "shared_inter": 32,
     "config_extra": {"n_group": 3, "topk_group": 2},
 }  # fmt: skip
+PREFETCHED = ("prefetch_useful", "prefetch_wasted")
 REACHABLE = 8  # experts in the best two groups
 
 
@@ -271,6 +274,27 @@ def test_a_trace_says_which_cache_it_was_taken_with(odd):
             engine._cache.slots = 14
         with pytest.raises(TraceError, match="slots is 15, slots_at_end 14"):
             check_live(recorder.trace())
+
+
+@pytest.mark.parametrize("ram_cache, prefetch, name", [("13slots", 4, "lru"), ("70KiB", 8, "slru")])
+@one_thread
+def test_the_commands_say_the_same_of_the_engine_and_of_the_replay(odd, tmp_path, ram_cache, prefetch, name):
+    for number, text in enumerate(("The first of two short texts.", "Another one, fed after it.")):
+        (tmp_path / f"{number}.txt").write_text(text)
+    trace, depth = tmp_path / "taken.safetensors", ("--prefetch", prefetch, "--policy", name)
+    texts = ("trace", "--store", odd.path, "--texts", tmp_path, "--to", trace)
+    code, out, err = run_cli(*texts, "--ram-cache", ram_cache, *depth, "--json")
+    assert code == 0, err
+    live = json.loads(out)["stats"]
+    code, out, err = run_cli("simulate", trace, "--budget", ram_cache, *depth, "--check", "--json")
+    assert code == 0, err
+    replayed = json.loads(out)
+    assert replayed["live"]["equal"] and len(replayed["rows"]) == 3
+    for row in replayed["rows"]:
+        both = (row.keys() & live[row["phase"]].keys()) - {"prefetch_late"}  # only the engine knows the clock
+        assert both >= {"lookups", "hits", "misses", "hit_rate", "reads_per_token", "bytes_per_token", *PREFETCHED}
+        assert {key: row[key] for key in both} == {key: live[row["phase"]][key] for key in both}
+    assert live["decode"]["prefetch_useful"] > 0 < live["decode"]["misses"]
 
 
 @pytest.mark.parametrize("prefetch", [-1, REACHABLE + 1, True, 1.5])
