@@ -67,7 +67,7 @@ def test_hit_rates_and_bytes_are_those_published(lookups, policy, budget):
     assert {
         "hit_pct_cum": f"{100 * total['hit_rate']:.3f}",
         "hit_pct_decode": f"{100 * decode['hit_rate']:.3f}",
-        "read_mib": f"{total['read_bytes'] / 2**20:.1f}",
+        "read_mib": f"{total['bytes_read'] / 2**20:.1f}",
     }.items() <= PUBLISHED[policy, budget].items()
 
 

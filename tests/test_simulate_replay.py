@@ -63,7 +63,7 @@ def test_two_block_sizes_share_one_budget_of_bytes():
     lookups = from_batches([[A], [B], [C], [A], [B]], size_bytes=[30, 10, 10])
     row = replay(lookups, "lru", budget_bytes=40).row("all")
     # A and B fill it, C pushes A out, A pushes B out (10 + 10 + 30 > 40), B pushes C out and stays beside A
-    assert (row["misses"], row["read_bytes"], row["slots"], row["budget_bytes"]) == (5, 90, None, 40)
+    assert (row["misses"], row["bytes_read"], row["slots"], row["budget_bytes"]) == (5, 90, None, 40)
     assert misses(lookups, "lru", budget_bytes=50) == 3
     assert misses(lookups, "lru", slots=2) == 5, "slots count blocks, whatever their size"
 
@@ -73,7 +73,7 @@ def test_budgets_in_bytes_and_in_slots_agree_where_blocks_are_of_one_size():
     for slots in (0, 1, 5, 29):
         a, b = replay(lookups, slots=slots), replay(lookups, budget_bytes=slots * 7 + 6)
         assert np.array_equal(a.outcome, b.outcome) and a.slots == b.slots == slots
-        assert a.row("all")["read_bytes"] == b.row("all")["read_bytes"]
+        assert a.row("all")["bytes_read"] == b.row("all")["bytes_read"]
 
 
 def test_phases_are_counted_apart_and_together():
@@ -127,7 +127,7 @@ def test_prefetch_counts_what_was_useful_wasted_and_late():
         1,
         0,
     )
-    assert (row["reads"], row["read_bytes"]) == (7, 70)
+    assert (row["reads"], row["bytes_read"]) == (7, 70)
     none_in_time = replay(lookups, slots=3, prefetch=2, reads_in_time=0).row("all")
     assert (none_in_time["prefetch_late"], none_in_time["misses"]) == (1, 4), "late is still a hit"
 
@@ -142,7 +142,7 @@ def test_prefetch_sums_hold_and_a_perfect_guess_leaves_only_first_layers_to_miss
     row = result.row("decode")
     assert set(lookups.layer[result.misses_by_batch() > 0]) == {0}
     assert row["prefetch_wasted"] == 0 and row["prefetch_useful"] == row["prefetch_issued"] > 300
-    assert row["reads"] == row["misses"] + row["prefetch_issued"] and row["read_bytes"] == 100 * row["reads"]
+    assert row["reads"] == row["misses"] + row["prefetch_issued"] and row["bytes_read"] == 100 * row["reads"]
     assert row["prefetch_late"] is None
     assert replay(lookups, slots=9, prefetch=3, reads_in_time=0).row("all")["prefetch_late"] == row["prefetch_useful"]
     in_time = [replay(lookups, slots=9, prefetch=3, reads_in_time=n).row("all")["prefetch_late"] for n in range(4)]
@@ -253,7 +253,7 @@ def test_what_the_trace_cannot_answer_is_refused():
         replay(from_batches(KNOWN, size_bytes=None), budget_bytes=5)
     with pytest.raises(TraceError, match="holds no guesses"):
         replay(from_batches(KNOWN), slots=2, prefetch=1)
-    assert replay(from_batches(KNOWN, size_bytes=None), slots=2).row("all")["read_bytes"] is None
+    assert replay(from_batches(KNOWN, size_bytes=None), slots=2).row("all")["bytes_read"] is None
 
 
 @pytest.mark.parametrize(

@@ -75,10 +75,10 @@ class Replay:
         missed = outcome & MISSED != 0
         n_lookups, misses, tokens = len(outcome), int(missed.sum()), lookups.count_tokens(PHASES[phase])
         issued = int(self.issued[batches].sum())
-        read_bytes = None
+        bytes_read = None
         if lookups.size_bytes is not None and self.issued_bytes is not None:
             missed_bytes = lookups.size_bytes[lookups.keys[chosen][missed]].sum()
-            read_bytes = int(missed_bytes + self.issued_bytes[batches].sum())
+            bytes_read = int(missed_bytes + self.issued_bytes[batches].sum())
         first = int(np.count_nonzero(outcome & FIRST))
         return {
             "policy": self.policy,
@@ -95,9 +95,9 @@ class Replay:
             "compulsory": first,
             "capacity": misses - first,
             "reads": misses + issued,
-            "read_bytes": read_bytes,
+            "bytes_read": bytes_read,
             "reads_per_token": (misses + issued) / tokens if tokens else None,
-            "bytes_per_token": read_bytes / tokens if tokens and read_bytes is not None else None,
+            "bytes_per_token": bytes_read / tokens if tokens and bytes_read is not None else None,
             "prefetch_issued": issued,
             "prefetch_useful": int(np.count_nonzero(outcome & USEFUL)),
             "prefetch_wasted": int(self.wasted[batches].sum()),
