@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,6 +12,9 @@ from nemolab.checkpoint.config import ModelConfig
 from nemolab.errors import EngineError
 from nemolab.store import Store, check_source, ensure_store, files
 from nemolab.store.target import MARKER
+
+if TYPE_CHECKING:
+    from nemolab.engine.gpu.side import CardSide
 
 
 def find_store(path: str | Path | None, store: Store | str | Path | None, layout: str) -> Store:
@@ -48,3 +52,15 @@ def check_prefetch(prefetch: int, config: ModelConfig) -> int:
             f"the experts that a token can reach in a layer"
         )
     return prefetch
+
+
+def open_card(store: Store, device: str, transfer: str | None, vram_gib: float | None) -> CardSide | None:
+    """What runs the model on a card; None for the CPU. Raises EngineError for what a device does not have."""
+    if device != "cpu":
+        from nemolab.engine.gpu.side import CardSide
+
+        return CardSide(store, device, transfer, vram_gib)
+    for name, value in (("transfer", transfer), ("vram_gib", vram_gib)):
+        if value is not None:
+            raise EngineError(f"{name} is {value!r}, but the device is 'cpu'; it is for device='cuda'")
+    return None

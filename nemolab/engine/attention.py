@@ -62,25 +62,31 @@ class AttentionLayer:
         state.tokens = before + tokens
         queries = self.q_proj.apply(h)
         rows = max(1, min(QUERY_ROWS, SCORES_BYTES // (4 * self.heads * state.tokens)))
-        mixed = torch.empty_like(queries)
+        mixed, shape = torch.empty_like(queries), (self.heads, self.kv_heads, self.head_dim)
         for start in range(0, tokens, rows):
             stop = min(start + rows, tokens)
-            mixed[start:stop] = self._attend(queries[start:stop], state, before + start)
+            mixed[start:stop] = attend(queries[start:stop], state.keys, state.values, before + start, shape)
         x += self.o_proj.apply(mixed)
         return x
 
-    def _attend(self, queries: torch.Tensor, state: AttentionState, position: int) -> torch.Tensor:
-        """Queries [rows, heads * head_dim] at position, position + 1, ... over everything up to themselves."""
-        rows = queries.shape[0]
-        seen = position + rows
-        shape = (seen, self.kv_heads, self.head_dim)
-        keys = state.keys[:seen].view(shape).permute(1, 2, 0)
-        values = state.values[:seen].view(shape).transpose(0, 1)
-        # [rows, kv, group * dim] -> [kv, group * rows, dim]: the heads that share keys go as one matrix.
-        group = self.heads // self.kv_heads
-        q = queries.view(rows, self.kv_heads, group, self.head_dim).permute(1, 2, 0, 3)
-        scores = q.reshape(self.kv_heads, group * rows, self.head_dim) @ keys * self.head_dim**-0.5
-        future = torch.arange(seen) > torch.arange(position, seen)[:, None]
-        scores.view(self.kv_heads, group, rows, seen).masked_fill_(future, -torch.inf)
-        mixed = torch.softmax(scores, dim=-1) @ values
-        return mixed.view(self.kv_heads, group, rows, self.head_dim).permute(2, 0, 1, 3).reshape(rows, -1)
+
+def attend(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, position: int, shape: tuple[int, int, int]
+) -> torch.Tensor:
+    """Queries [rows, heads * head_dim] at position, position + 1, ... over everything up to themselves.
+
+    keys, values [tokens or more, kv_heads * head_dim]; shape  (heads, kv_heads, head_dim)
+    """
+    heads, kv_heads, head_dim = shape
+    rows, device = queries.shape[0], queries.device
+    seen = position + rows
+    keys = keys[:seen].view(seen, kv_heads, head_dim).permute(1, 2, 0)
+    values = values[:seen].view(seen, kv_heads, head_dim).transpose(0, 1)
+    # [rows, kv, group * dim] -> [kv, group * rows, dim]: the heads that share keys go as one matrix.
+    group = heads // kv_heads
+    q = queries.view(rows, kv_heads, group, head_dim).permute(1, 2, 0, 3)
+    scores = q.reshape(kv_heads, group * rows, head_dim) @ keys * head_dim**-0.5
+    future = torch.arange(seen, device=device) > torch.arange(position, seen, device=device)[:, None]
+    scores.view(kv_heads, group, rows, seen).masked_fill_(future, -torch.inf)
+    mixed = torch.softmax(scores, dim=-1) @ values
+    return mixed.view(kv_heads, group, rows, head_dim).permute(2, 0, 1, 3).reshape(rows, -1)

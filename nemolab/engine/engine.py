@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from nemolab.engine import memory
-from nemolab.engine.arguments import check_prefetch, check_threads, find_store
+from nemolab.engine.arguments import check_prefetch, check_threads, find_store, open_card
 from nemolab.engine.chat import Tokenizer, opens_thinking
 from nemolab.engine.model import Model
 from nemolab.engine.phases import Clock, Clocks, join_stats, subtract_stats
@@ -68,11 +68,15 @@ class ChatPiece:
 
 
 class Engine:
-    """NemotronH on the CPU over a checkpoint folder or a store.
+    """NemotronH over a checkpoint folder or a store, on the CPU or on a CUDA card.
 
     path             a checkpoint folder (a store is made in the cache folder, once) or a store folder
     ram_cache_gib    RAM for experts; or ram_cache_slots, a number of them; default: all, or half of the free memory
     store            use this store (an opened one, or a path) instead of finding one for `path`
+    device           "cpu"; "cuda", "cuda:1", ...; "twin": the card's engine by its kernels' plain twins, on the CPU
+    transfer         on a card, how experts reach the arithmetic: "pull" (default), "rows", "grouped" or "whole"; no bit
+                     of an answer depends on it
+    vram_gib         on a card, what the engine may take of its memory; default: all that is there
     prefetch         of the experts guessed for the next MoE layer, how many are read while a layer computes (in decode)
     policy           what leaves the cache: a name of `nemolab.policy.POLICIES`, none that must know the future
     reader_threads   reads in flight
@@ -90,15 +94,15 @@ class Engine:
         ram_cache_slots: int | None = None,
         store: Store | str | Path | None = None,
         device: str = "cpu",
+        transfer: str | None = None,
+        vram_gib: float | None = None,
         prefetch: int = 0,
         policy: str = "lru",
         reader_threads: int = 32,
         threads: int | None = None,
         layout: str = "neuron",
     ):
-        if device != "cpu":
-            raise EngineError(f"device {device!r}: this engine runs on 'cpu'")
-        self._model = self._cache = self._team = self._recorder = None
+        self._model = self._cache = self._team = self._recorder = self._card = None
         self.store = find_store(path, store, layout)
         self.config = self.store.config
         self.tokenizer = Tokenizer(self.store.small_file, str(path or self.store.path))
@@ -107,18 +111,22 @@ class Engine:
         self._clocks = Clocks()
         self._lock = threading.Lock()
         try:
+            self._card = open_card(self.store, device, transfer, vram_gib)
             self.budget = self._budget(ram_cache_gib, ram_cache_slots)
             self._cache = ExpertCache(self.store, slots=self.budget.blocks, policy=policy, threads=reader_threads)
             self._team = Team(self.threads)
             with torch.no_grad():
-                warm_up(say)
-                self._model = Model(self.store, self._cache, self._team, self.prefetch)
+                if self._card:
+                    self._model = self._card.make_model(self._cache, self._team, self.prefetch)
+                else:
+                    warm_up(say)
+                    self._model = Model(self.store, self._cache, self._team, self.prefetch)
         except BaseException:
             self.close()
             raise
 
     def _budget(self, gib: float | None, slots: int | None) -> memory.CacheBudget:
-        dense_bytes = sum(module.nbytes for module in self.store.dense.values())
+        dense_bytes = self._card.dense_bytes if self._card else sum(m.nbytes for m in self.store.dense.values())
         memory.check_room(dense_bytes, "the dense weights")
         return memory.plan_cache(
             self.store.block_bytes,
@@ -139,7 +147,7 @@ class Engine:
     def close(self) -> None:
         """Give threads, descriptors and memory back. Closing twice is fine."""
         self._model = None
-        for name in ("_team", "_cache"):
+        for name in ("_team", "_card", "_cache"):
             held = getattr(self, name)
             setattr(self, name, None)
             if held is not None:
@@ -152,7 +160,7 @@ class Engine:
 
     def new_state(self) -> State:
         """The state before the first token of a conversation."""
-        return State.empty(self.config)
+        return self._model.new_state() if self._card else State.empty(self.config)
 
     def prefill(self, ids: Iterable[int], state: State) -> torch.Tensor:
         """Feed ids to a state (new or continued) and return the logits after each, float32 [ids, vocab].
@@ -316,7 +324,8 @@ class Engine:
         self._open()
         rss_bytes, peak_rss_bytes = read_rss_bytes()
         cache = {**self.budget.to_dict(), "blocks_now": self._cache.slots}
-        return {"rss_bytes": rss_bytes, "peak_rss_bytes": peak_rss_bytes, "cache": cache}
+        card = {"card": self._card.memory()} if self._card else {}
+        return {"rss_bytes": rss_bytes, "peak_rss_bytes": peak_rss_bytes, "cache": cache, **card}
 
     @contextmanager
     def _prompt(self, ids: Iterable[int], state: State) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -327,7 +336,7 @@ class Engine:
             raise EngineError(f"token ids of shape {list(tokens.shape)}; a list of one or more is needed")
         self._check_ids(int(tokens.min()), int(tokens.max()))
         with self._pass(self._clocks.prefill, tokens.shape[0], state), _torch_threads(self.threads):
-            yield tokens.split(PASS_TOKENS)
+            yield tokens.split(self._card.pass_tokens if self._card else PASS_TOKENS)
 
     @contextmanager
     def _pass(self, clock: Clock, tokens: int, state: State) -> Iterator[None]:

@@ -100,7 +100,7 @@ def scan(x, dt, a, b, c, d, state, chunk: int = CHUNK) -> torch.Tensor:
     tokens, heads, head_dim = x.shape
     groups = b.shape[1]
     per_group = heads // groups
-    y = torch.empty(tokens, heads, head_dim)
+    y = torch.empty(tokens, heads, head_dim, device=x.device)
     now = state.view(groups, per_group, head_dim, -1)
     for start in range(0, tokens, chunk):
         stop = min(start + chunk, tokens)

@@ -1,0 +1,23 @@
+"""The operators as Triton kernels; importing this imports triton."""
+
+from nemolab.kernels.gpu.attention_step import AttentionStep
+from nemolab.kernels.gpu.combine import combine
+from nemolab.kernels.gpu.expert_prompt import expert_prompt
+from nemolab.kernels.gpu.expert_step import ExpertStep
+from nemolab.kernels.gpu.linear_prompt import linear_prompt
+from nemolab.kernels.gpu.mamba_step import MambaStep
+from nemolab.kernels.gpu.matvec import matvec
+from nemolab.kernels.gpu.rms_norm import rms_norm
+from nemolab.kernels.gpu.router_step import RouterStep
+
+__all__ = [
+    "AttentionStep",
+    "ExpertStep",
+    "MambaStep",
+    "RouterStep",
+    "combine",
+    "expert_prompt",
+    "linear_prompt",
+    "matvec",
+    "rms_norm",
+]

@@ -1,0 +1,202 @@
+"""Mamba, attention and MLP layers on a card: a token by step kernels in float32, prompts with BF16 inputs.
+
+In a prompt pass what goes into a matrix is rounded to BF16 (the matrices are exact, sums are float32); norms, scans,
+softmax, states and the residual stream stay in float32, and so do keys and values.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from nemolab.engine.attention import QUERY_ROWS, SCORES_BYTES, attend
+from nemolab.engine.gpu.state import AttentionState, MambaState
+from nemolab.engine.gpu.weights import CardWeights
+from nemolab.engine.mamba import scan
+from nemolab.kernels.mamba_step import gated_rms_norm_torch
+from nemolab.kernels.matvec import ADD, RELU2
+
+PIECE_TOKENS = 1024  # tokens projected at once: these outputs are the widest activations of the model
+
+
+class Norm:
+    """An RMS norm."""
+
+    def __init__(self, weights: CardWeights, name: str, size: int, eps: float):
+        self.weight, self._eps, self._rms_norm = weights.vector(name, size), eps, weights.operators.rms_norm
+
+    def run(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """x float32 [n] or [tokens, n] into y, float32 or bfloat16; y."""
+        self._rms_norm(x, self.weight, self._eps, y)
+        return y
+
+    def new(self, x: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return self.run(x, torch.empty_like(x, dtype=dtype))
+
+
+class MambaLayer:
+    """norm -> in_proj -> causal convolution -> selective scan -> gated norm -> out_proj, plus the residual."""
+
+    def __init__(self, config, weights: CardWeights, index: int):
+        self.heads, self.head_dim = config.mamba_num_heads, config.mamba_head_dim
+        self.groups, self.state_size = config.n_groups, config.ssm_state_size
+        self.inner = self.heads * self.head_dim
+        self.conv_dim = self.inner + 2 * self.groups * self.state_size
+        self.eps, self.dt_limit = config.layer_norm_epsilon, config.time_step_limit
+        name, hidden = f"backbone.layers.{index}", config.hidden_size
+        self.norm = Norm(weights, f"{name}.norm.weight", hidden, self.eps)
+        self.in_proj = weights.matrix(f"{name}.mixer.in_proj", self.inner + self.conv_dim + self.heads, hidden)
+        shape = (self.conv_dim, 1, config.conv_kernel)
+        self.conv = weights.tensor(f"{name}.mixer.conv1d.weight", shape)[:, 0].contiguous()
+        if config.use_conv_bias:
+            self.conv_bias = weights.vector(f"{name}.mixer.conv1d.bias", self.conv_dim)
+        else:
+            self.conv_bias = torch.zeros(self.conv_dim, device=weights.device)
+        self.a = -torch.exp(weights.vector(f"{name}.mixer.A_log", self.heads))
+        self.d = weights.vector(f"{name}.mixer.D", self.heads)
+        self.dt_bias = weights.vector(f"{name}.mixer.dt_bias", self.heads)
+        self.gated_norm = weights.vector(f"{name}.mixer.norm.weight", self.inner)
+        self.out_proj = weights.matrix(f"{name}.mixer.out_proj", hidden, self.inner)
+        self._step = weights.operators.MambaStep(
+            self.conv, self.conv_bias, self.a, self.d, self.dt_bias, self.dt_limit, self.gated_norm, self.groups,
+            self.eps,
+        )  # fmt: skip
+        self._h, self._projected, self._y = (
+            torch.empty(size, device=weights.device) for size in (hidden, self.in_proj.rows, self.inner)
+        )
+
+    def step(self, x: torch.Tensor, state: MambaState) -> None:
+        """One token: x float32 [hidden] plus the mixer's output, in place; the state moves on."""
+        self.in_proj.multiply(self.norm.run(x, self._h), self._projected)
+        self._step.run(self._projected, state.conv, state.ssm, self._y)
+        self.out_proj.multiply(self._y, x, ADD)
+
+    def prompt(self, x: torch.Tensor, state: MambaState) -> None:
+        """x float32 [tokens, hidden] plus the mixer's output, in place; the state moves on by these tokens."""
+        for piece in x.split(PIECE_TOKENS):
+            y = self._mix(self.in_proj.apply(self.norm.new(piece)), state)
+            self.out_proj.apply(y.bfloat16(), piece, ADD)
+
+    def _mix(self, projected: torch.Tensor, state: MambaState) -> torch.Tensor:
+        tokens, taps = projected.shape[0], self.conv.shape[1]
+        gate, conv_in, dt = projected.split([self.inner, self.conv_dim, self.heads], dim=-1)
+        padded = torch.cat([state.conv.T, conv_in])
+        state.conv.copy_(padded[tokens:].T)
+        # Written out: a library's convolution may take shortcuts in precision, and this one is four products.
+        convolved = self.conv_bias + padded[:tokens] * self.conv[:, 0]
+        for tap in range(1, taps):
+            convolved.addcmul_(padded[tap : tap + tokens], self.conv[:, tap])
+        convolved = F.silu(convolved, inplace=True)
+        values, b, c = convolved.split([self.inner, *[self.groups * self.state_size] * 2], dim=-1)
+        y = scan(
+            values.reshape(tokens, self.heads, self.head_dim),
+            F.softplus(dt + self.dt_bias).clamp(*self.dt_limit),
+            self.a,
+            b.reshape(tokens, self.groups, self.state_size),
+            c.reshape(tokens, self.groups, self.state_size),
+            self.d,
+            state.ssm,
+        )
+        return gated_rms_norm_torch(y.reshape(tokens, self.inner), gate, self.gated_norm, self.groups, self.eps)
+
+
+class AttentionSteps:
+    """The one-token attention that a model's layers share: scratch for the capacity in use, the place in the card."""
+
+    def __init__(self, config, device: torch.device, operators):
+        self.shape = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+        self._device, self._operators = device, operators
+        self._tokens = torch.zeros(1, dtype=torch.int32, device=device)
+        self._count = self._capacity = 0
+        self._step = None
+
+    def run(self, q, k, v, state: AttentionState, mixed) -> None:
+        """Append k and v to the state and attend; shapes as in `kernels.gpu.attention_step`."""
+        state.reserve(1)
+        capacity = state.keys.shape[0]
+        if capacity != self._capacity:
+            self._step = self._operators.AttentionStep(*self.shape, capacity, self._device)
+            self._capacity = capacity
+        state.tokens += 1
+        if state.tokens != self._count:
+            self._tokens.fill_(state.tokens)
+            self._count = state.tokens
+        self._step.run(q, k, v, state.keys, state.values, self._tokens, mixed)
+
+
+class AttentionLayer:
+    """norm -> q, k, v -> causal softmax attention -> o_proj, plus the residual."""
+
+    def __init__(self, config, weights: CardWeights, index: int, steps: AttentionSteps):
+        self.heads, self.kv_heads, self.head_dim = steps.shape
+        self._steps = steps
+        name, hidden = f"backbone.layers.{index}", config.hidden_size
+        width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        self.norm = Norm(weights, f"{name}.norm.weight", hidden, config.layer_norm_epsilon)
+        self.q_proj = weights.matrix(f"{name}.mixer.q_proj", width, hidden)
+        self.k_proj = weights.matrix(f"{name}.mixer.k_proj", kv_width, hidden)
+        self.v_proj = weights.matrix(f"{name}.mixer.v_proj", kv_width, hidden)
+        self.o_proj = weights.matrix(f"{name}.mixer.o_proj", hidden, width)
+        sizes = (hidden, width, kv_width, kv_width, width)
+        self._h, self._q, self._k, self._v, self._mixed = (torch.empty(n, device=weights.device) for n in sizes)
+
+    def step(self, x: torch.Tensor, state: AttentionState) -> None:
+        """One token: x float32 [hidden] plus the mixer's output, in place; its key and value are appended."""
+        self.norm.run(x, self._h)
+        self.q_proj.multiply(self._h, self._q)
+        self.k_proj.multiply(self._h, self._k)
+        self.v_proj.multiply(self._h, self._v)
+        self._steps.run(self._q, self._k, self._v, state, self._mixed)
+        self.o_proj.multiply(self._mixed, x, ADD)
+
+    def prompt(self, x: torch.Tensor, state: AttentionState) -> None:
+        """x float32 [tokens, hidden] plus the mixer's output, in place; keys and values are appended."""
+        tokens, before = x.shape[0], state.tokens
+        state.reserve(tokens)
+        h = self.norm.new(x)
+        self.k_proj.apply(h, state.keys[before : before + tokens])
+        self.v_proj.apply(h, state.values[before : before + tokens])
+        state.tokens = before + tokens
+        rows = max(1, min(QUERY_ROWS, SCORES_BYTES // (4 * self.heads * state.tokens)))
+        for start in range(0, tokens, rows):
+            stop = min(start + rows, tokens)
+            queries = self.q_proj.apply(h[start:stop])
+            mixed = attend(queries, state.keys, state.values, before + start, self._steps.shape)
+            self.o_proj.apply(mixed.bfloat16(), x[start:stop], ADD)
+
+
+class Mlp:
+    """down(relu(up(x))^2)."""
+
+    def __init__(self, weights: CardWeights, name: str, hidden: int, inter: int):
+        self.up = weights.matrix(f"{name}.up_proj", inter, hidden)
+        self.down = weights.matrix(f"{name}.down_proj", hidden, inter)
+        self._inner = torch.empty(inter, device=weights.device)
+
+    def add_step(self, h: torch.Tensor, x: torch.Tensor) -> None:
+        """One token: x += MLP(h), both float32 [hidden]."""
+        self.up.multiply(h, self._inner, RELU2)
+        self.down.multiply(self._inner, x, ADD)
+
+    def add_prompt(self, h: torch.Tensor, x: torch.Tensor) -> None:
+        """x float32 [tokens, hidden] += MLP(h), h bfloat16."""
+        self.down.apply(self.up.apply(h, mode=RELU2).bfloat16(), x, ADD)
+
+
+class MlpLayer:
+    """norm -> MLP, plus the residual."""
+
+    def __init__(self, config, weights: CardWeights, index: int):
+        name = f"backbone.layers.{index}"
+        self.norm = Norm(weights, f"{name}.norm.weight", config.hidden_size, config.layer_norm_epsilon)
+        self.mlp = Mlp(weights, f"{name}.mixer", config.hidden_size, config.intermediate_size)
+        self._h = torch.empty(config.hidden_size, device=weights.device)
+
+    def step(self, x: torch.Tensor, state: None) -> None:
+        """One token: x float32 [hidden] plus the MLP's output, in place."""
+        self.mlp.add_step(self.norm.run(x, self._h), x)
+
+    def prompt(self, x: torch.Tensor, state: None) -> None:
+        """x float32 [tokens, hidden] plus the MLP's output, in place."""
+        for piece in x.split(PIECE_TOKENS):
+            self.mlp.add_prompt(self.norm.new(piece), piece)
