@@ -27,8 +27,9 @@ RECORDED = {
     metavar="FOLDER|FILE",
     help="Compare on these .txt files instead of data/texts.",
 )
+@click.option("--device", default="cpu", show_default=True, metavar="cpu|cuda", help="Where the engine runs.")
 @click.option("--record", is_flag=True, help="Keep the figures as rows in data/measurements.")
-def compare(path, store, texts, record):
+def compare(path, store, texts, device, record):
     """Does the engine compute what the model is?
 
     The reference is transformers' own NemotronH in fp32 on the CPU, with weights from the vendor's files (not from
@@ -39,6 +40,7 @@ def compare(path, store, texts, record):
     \b
     Examples:
       nemolab compare
+      nemolab compare --device cuda
       nemolab compare /models/nemotron-super --store /nvme/super --json
     """
     share_cores()
@@ -49,6 +51,7 @@ def compare(path, store, texts, record):
         store=store,
         texts=texts,
         progress=progress_bar("compare", " steps"),
+        device=device,
     )
     columns = ["name", "tokens", "ppl_engine", "ppl_reference", "kl_mean", "kl_max", "kl_mean_decode", "greedy"]
     rows = [
@@ -81,6 +84,8 @@ def record_comparison(data: dict) -> None:
             say(f"compare.{name} is {value} and has no row: {settings}")
 
     shared = {"model": data["model"], "threads": data["threads"], "layout": data["store_layout"]}
+    if data["device"] != "cpu":
+        shared["device"] = data["device"]
     for text in data["texts"]:
         for name, unit in RECORDED.items():
             keep(name, text[name], unit, text=text["name"], tokens=text["tokens"], greedy_of=text["greedy_of"])

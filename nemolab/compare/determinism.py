@@ -7,7 +7,7 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,15 +56,22 @@ def hash_logits(engine, ids: list[int], steps: int = STEPS) -> str:
     return digest.hexdigest()
 
 
-def repeat_runs(make_engine: Callable, ids: list[int], smallest_slots: int) -> dict[str, str]:
+def repeat_runs(
+    make_engine: Callable, ids: list[int], smallest_slots: int, others: Sequence[dict] = ()
+) -> dict[str, str]:
     """Three runs in this process: cold, with what the first one cached, and in another engine with the smallest cache.
 
     make_engine  called with cache settings; its engines are closed here
+    others       further settings, an engine each
     """
     with make_engine() as engine:
         runs = {"first": hash_logits(engine, ids), "again, experts cached": hash_logits(engine, ids)}
     with make_engine(ram_cache_slots=smallest_slots) as engine:
-        return runs | {"again, smallest cache": hash_logits(engine, ids)}
+        runs["again, smallest cache"] = hash_logits(engine, ids)
+    for settings in others:
+        with make_engine(**settings) as engine:
+            runs[", ".join(f"{name} {value}" for name, value in settings.items())] = hash_logits(engine, ids)
+    return runs
 
 
 class OtherProcess:
@@ -73,8 +80,9 @@ class OtherProcess:
     Use it in a `with` block: leaving it ends the process, whatever happened.
     """
 
-    def __init__(self, path: Path, store_path: Path, ids: list[int], slots: int):
+    def __init__(self, path: Path, store_path: Path, ids: list[int], slots: int, device: str = "cpu"):
         request = {"path": str(path), "store": str(store_path), "ids": ids, "steps": STEPS, "slots": slots}
+        request["device"] = device
         self._process = subprocess.Popen(
             [sys.executable, "-c", f"from {__name__} import answer_as_other_process; answer_as_other_process()"],
             stdin=subprocess.PIPE,
@@ -113,7 +121,8 @@ def answer_as_other_process() -> None:
 
     request = json.load(sys.stdin)
     set_num_threads(request["threads"])  # the order of a sum may depend on how many take part
-    with Engine(request["path"], store=request["store"], ram_cache_slots=request["slots"]) as engine:
+    settings = {"store": request["store"], "ram_cache_slots": request["slots"], "device": request["device"]}
+    with Engine(request["path"], **settings) as engine:
         print(json.dumps({"logits_sha256": hash_logits(engine, request["ids"], request["steps"])}))
 
 
