@@ -62,7 +62,7 @@ class _Bench:
         import numpy as np
         import torch
 
-        from nemolab.engine.gpu.moe_step import STRATEGIES, ExpertTable, MoeStep
+        from nemolab.engine.gpu.moe_step import STRATEGIES, ExpertTable, Fetch, MoeStep
         from nemolab.engine.memory import check_room
         from nemolab.errors import EngineError
         from nemolab.store.arena import Arena
@@ -111,6 +111,7 @@ class _Bench:
         self.copied_to = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda")
         self.sums = torch.empty(4 * torch.cuda.get_device_properties(0).multi_processor_count, dtype=torch.int32).cuda()
         self.turn = 0
+        self._fetch = Fetch
 
     def run(self, steps: int, repeats: int) -> dict[str, Any]:
         import torch
@@ -140,11 +141,12 @@ class _Bench:
         self.arena.close()
 
     def _step(self, name: str, i: int) -> None:
-        from nemolab.engine.gpu.moe_step import Fetch
-
         step = self.steps[name]
         step.ids.copy_(self.sets[i % CHOICES])
-        step.run(0, lambda chosen: Fetch(self.addresses[chosen]))
+        step.run(0, self._lookup)
+
+    def _lookup(self, chosen: list[int]):
+        return self._fetch(self.addresses[chosen])
 
     def _graph(self):
         """`pull` as a graph; the CPU still learns the choice of every step."""
