@@ -1,10 +1,13 @@
 """The four ways for experts to reach the arithmetic: equal bits, misses, banks in turn, graphs. On a card."""
 
+import threading
+import time
+
 import numpy as np
 import pytest
 import torch
 
-from nemolab.engine.gpu.moe_step import STRATEGIES, ExpertTable, Fetch, MoeStep, PinnedArray, spread
+from nemolab.engine.gpu.moe_step import STRATEGIES, ExpertTable, Fetch, MoeStep, PinnedArray, spread, wait_for_ids
 from nemolab.errors import EngineError, UsageError
 from nemolab.measure.bench_moe_step import bench_moe_step
 from nemolab.store.arena import Arena
@@ -20,6 +23,25 @@ INTER, WIDTH = 256, 128
 def test_waves_are_spread_over_all_experts(waves, top_k):
     found = spread(waves, top_k)
     assert sum(found) == top_k and min(found) >= 1 and len(found) <= len(waves)
+
+
+@pytest.mark.parametrize("order", [range(5), reversed(range(5)), (0, 4, 2, 1, 3)], ids=["forth", "back", "last"])
+def test_ids_are_waited_for_whatever_their_order(order):
+    told = np.full(5, -1, np.int32)
+
+    def tell():
+        for place in order:
+            time.sleep(1e-3)
+            told[place] = place
+
+    teller = threading.Thread(target=tell)
+    teller.start()
+    assert wait_for_ids(told) and told.tolist() == [0, 1, 2, 3, 4]
+    teller.join()
+
+
+def test_waiting_for_ids_ends():
+    assert not wait_for_ids(np.array([1, -1, 2], np.int32), timeout_s=0.01)
 
 
 def test_the_bench_needs_a_card_and_sizes_that_can_be(monkeypatch):
