@@ -115,10 +115,12 @@ def test_make_installs_what_environment_yml_installs():
 def test_every_room_is_packaged():
     found = {
         ".".join(path.parent.relative_to(ROOT).parts)
-        for path in (ROOT / "nemolab").rglob("__init__.py")
+        for folder in ("nemolab", "kernels")
+        for path in (ROOT / folder).rglob("__init__.py")
         if "__pycache__" not in path.parts
     }
-    assert set(PYPROJECT["tool"]["setuptools"]["packages"]) == found | {"nemolab.kernels"}
+    found = {f"nemolab.{name}" if name.startswith("kernels") else name for name in found}
+    assert set(PYPROJECT["tool"]["setuptools"]["packages"]) == found
     assert PYPROJECT["tool"]["setuptools"]["package-dir"] == {"nemolab.kernels": "kernels"}
     assert not (ROOT / "nemolab" / "kernels").exists(), "there is one folder of kernels"
 
@@ -158,6 +160,7 @@ def test_a_wheel_has_the_kernels_inside_nemolab_and_no_top_level_kernels(tmp_pat
     assert {package.partition(".")[0] for package in packages} == {"nemolab"}
     files = {(package, module): file for package, module, file in modules}
     assert files["nemolab.kernels", "__init__"] == os.path.join("kernels", "__init__.py")
+    assert files["nemolab.kernels.gpu", "__init__"] == os.path.join("kernels", "gpu", "__init__.py")
     assert ("nemolab", "cli") in files and ("nemolab.checkpoint", "__init__") in files
 
 
