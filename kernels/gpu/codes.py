@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from nemolab.errors import EngineError
-from nemolab.kernels.gpu.decode import decode_e4m3
+from nemolab.kernels.gpu.decode import decode_e4m3, halves_to_float, place_e2m1
 
 # How codes are decoded: the constexpr CARD of every kernel that decodes. A later one can do all that those before can.
 PLAIN_TRITON, SM_80, SM_89, SM_100 = 0, 1, 2, 3
@@ -48,8 +48,7 @@ def halves(pair, CARD: tl.constexpr):
             pack=1,
         )
     else:
-        low = pair.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-        return low, (pair >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+        return halves_to_float(pair)
 
 
 @triton.jit
@@ -137,11 +136,7 @@ def e2m1_of_word(word, CARD: tl.constexpr):
         c4, c5 = halves(c, CARD)
         c6, c7 = halves(d, CARD)
     else:
-        # Nibbles j and j + 4 share a register, each already in its own half.
-        a = ((word & 0x00070007) << 9) | ((word & 0x00080008) << 12)
-        b = ((word & 0x00700070) << 5) | ((word & 0x00800080) << 8)
-        c = ((word & 0x07000700) << 1) | ((word & 0x08000800) << 4)
-        d = ((word & 0x70007000) >> 3) | (word & 0x80008000)
+        a, b, c, d = place_e2m1(word, 0), place_e2m1(word, 1), place_e2m1(word, 2), place_e2m1(word, 3)
         c0, c4 = halves(a, CARD)
         c1, c5 = halves(b, CARD)
         c2, c6 = halves(c, CARD)

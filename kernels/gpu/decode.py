@@ -20,8 +20,15 @@ E4M3_UNIT = 2.0**8
 
 
 @triton.jit
-def decode_e2m1(words, place: tl.constexpr):
-    """The codes in nibbles `place` and `place + 4` (place 0 to 3) of uint32 words -> two float32, value * 2^-14.
+def halves_to_float(pairs):
+    """The lower and the upper half float of uint32 words, as float32."""
+    low = pairs.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    return low, (pairs >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def place_e2m1(words, place: tl.constexpr):
+    """The codes in nibbles `place` and `place + 4` (place 0 to 3) of uint32 words, each placed in its half of a uint32.
 
     Both at once: what one shift brings to the right place in the lower half of a word, it brings there in the upper.
     """
@@ -29,10 +36,13 @@ def decode_e2m1(words, place: tl.constexpr):
         magnitudes = words >> 3
     else:
         magnitudes = words << (9 - 4 * place)
-    halves = (magnitudes & 0x0E000E00) | ((words << (12 - 4 * place)) & 0x80008000)
-    low = halves.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-    high = (halves >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-    return low, high
+    return (magnitudes & 0x0E000E00) | ((words << (12 - 4 * place)) & 0x80008000)
+
+
+@triton.jit
+def decode_e2m1(words, place: tl.constexpr):
+    """The same codes -> two float32, value * 2^-14."""
+    return halves_to_float(place_e2m1(words, place))
 
 
 @triton.jit
