@@ -214,6 +214,34 @@ def test_a_budget_too_small_is_refused_with_numbers(small_path):
         open_engine(small_path, vram_gib=0.5)
 
 
+@one_thread
+def test_memory_used_up_in_a_pass_is_an_error_of_ours(small_path, monkeypatch):
+    from nemolab.engine.gpu import twins
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+
+    with open_engine(small_path) as engine:
+        state = engine.new_state()
+        monkeypatch.setattr(twins, "linear_prompt", fail)
+        with pytest.raises(
+            EngineError, match=r"does not suffice for a pass of 40 tokens behind 0: CUDA out of memory$"
+        ):
+            engine.prefill(IDS, state)
+        with pytest.raises(EngineError, match="half-way"):
+            engine.step(IDS[0], state)
+
+
+@pytest.mark.gpu
+def test_a_budget_holds_on_a_card(small_path):
+    with open_engine(small_path, "cuda", vram_gib=1) as engine:
+        limit_bytes = engine.memory()["card"]["planned_bytes"]
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(2**30, dtype=torch.uint8, device="cuda")
+        assert limit_bytes < 2**30
+    torch.empty(2**30, dtype=torch.uint8, device="cuda")  # and is lifted with the engine
+
+
 def test_a_smaller_budget_shortens_the_passes(small_path):
     from nemolab.engine.gpu.plan import plan_card
 

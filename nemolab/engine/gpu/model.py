@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from nemolab.engine.gpu.experts import CacheMemory, PromptExperts, TokenExperts
@@ -84,13 +87,15 @@ class CardModel:
         """ids int64 [tokens] on the CPU -> normed hidden states [tokens, hidden] on the card."""
         if self._recorder:
             self._recorder.begin_step(PREFILL, state, ids)
-        x = self.embeddings.take(ids).to(self.device.torch_device)
-        for layer, layer_state in zip(self.layers, state.layers, strict=True):
-            layer.prompt(x, layer_state)
+        with _memory_told(f"a pass of {ids.shape[0]} tokens behind {state.tokens}"):
+            x = self.embeddings.take(ids).to(self.device.torch_device)
+            for layer, layer_state in zip(self.layers, state.layers, strict=True):
+                layer.prompt(x, layer_state)
+            hidden = self.norm.new(x, torch.float32)
         state.tokens += ids.shape[0]
         if self._recorder:
             self._recorder.end_step()
-        return self.norm.new(x, torch.float32)
+        return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Normed hidden states [tokens, hidden] on the card -> logits float32 [tokens, vocab] on the CPU."""
@@ -105,8 +110,9 @@ class CardModel:
             self._recorder.begin_step(DECODE, state, (token_id,))
         x = self._x
         x.copy_(self.embeddings.take(torch.tensor([token_id]))[0])
-        for layer, layer_state in zip(self.layers, state.layers, strict=True):
-            layer.step(x, layer_state)
+        with _memory_told(f"a token behind {state.tokens}"):
+            for layer, layer_state in zip(self.layers, state.layers, strict=True):
+                layer.step(x, layer_state)
         state.tokens += 1
         if self._recorder:
             self._recorder.end_step()
@@ -117,3 +123,12 @@ class CardModel:
         """Wait for the card and unlock the cache's memory."""
         self.device.wait()
         self.memory.close()
+
+
+@contextmanager
+def _memory_told(what: str) -> Iterator[None]:
+    """An error of ours where the card's memory does not suffice, or the part of it that this engine may take."""
+    try:
+        yield
+    except torch.OutOfMemoryError as problem:
+        raise EngineError(f"the card's memory does not suffice for {what}: {str(problem).split('. ')[0]}") from None

@@ -126,35 +126,30 @@ class MoeLayer:
             self._record(h, experts, guesses)
 
     def _record(self, h: torch.Tensor, experts: np.ndarray, guesses: np.ndarray | None) -> None:
+        """All in memory of its own: buffers here are used again by the next layer, before the recorder copies."""
         active = self.token_experts.step.active.cpu().numpy().astype(np.uint16)
-        self.recorder.decode_layer(
-            self.ordinal,
-            h.cpu().numpy(),
-            experts,
-            self.choice.weights.cpu().numpy(),
-            active,
-            self.cache.missed,
-            guesses,
-        )
+        guesses = None if guesses is None else guesses.copy()
+        weights = self.choice.weights.to("cpu", copy=True).numpy()
+        seen = h.to("cpu", copy=True).numpy()
+        self.recorder.decode_layer(self.ordinal, seen, experts.copy(), weights, active, self.cache.missed, guesses)
 
     def prompt(self, x: torch.Tensor, state: None) -> None:
         """x [tokens, hidden] plus the layer's output, in place; each needed expert is read at most once."""
         tokens = x.shape[0]
         h = self.norm.new(x, torch.float32)
-        logits = self.card_gate.apply_float32(h)  # what decides is not rounded
-        experts, weights = router_step_torch(logits, self.card_bias, *self.routing)
-        active = None
-        if self.recorder:
-            active = np.zeros((*experts.shape, self._store.expert_shape[0] // GROUP), np.uint16)
-        rounded = h.bfloat16()
+        # What decides is not rounded.
+        experts, weights = router_step_torch(self.card_gate.apply_float32(h), self.card_bias, *self.routing)
+        rounded, recorder = h.bfloat16(), self.recorder
+        if not recorder:
+            del h  # as large as the stream itself, and no longer needed
         latent = self.latent_down.apply(rounded).bfloat16() if self.latent_down else rounded
-        routed = self.prompt_experts.run(
-            self.ordinal, latent, experts, weights, self.scales_2, most_pairs(tokens), active
-        )
-        if self.recorder:
-            self.recorder.prompt_layer(
-                self.ordinal, h.cpu(), experts.cpu().numpy(), weights.cpu().numpy(), active, self.cache.missed
-            )
+        active = np.zeros((*experts.shape, self._store.expert_shape[0] // GROUP), np.uint16) if recorder else None
+        most = most_pairs(tokens)
+        routed = self.prompt_experts.run(self.ordinal, latent, experts, weights, self.scales_2, most, active)
+        del latent
+        if recorder:
+            chosen = experts.cpu().numpy(), weights.cpu().numpy()
+            recorder.prompt_layer(self.ordinal, h.cpu(), *chosen, active, self.cache.missed)
         for start in range(0, tokens, PIECE_TOKENS):
             piece = slice(start, start + PIECE_TOKENS)
             if self.latent_up:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nemolab.engine.attention import SCORES_BYTES
+from nemolab.engine.attention import QUERY_ROWS, SCORES_BYTES
 from nemolab.engine.gpu.layers import PIECE_TOKENS
 from nemolab.engine.gpu.moe import most_pairs
 from nemolab.engine.gpu.state import state_bytes
@@ -104,19 +104,21 @@ def card_dense_bytes(store) -> int:
 def _prompt_bytes(config, expert_shape: tuple[int, int], tokens: int) -> int:
     """The most that is held at once in a pass: what all layers keep, and the widest layer."""
     inter, width = expert_shape
-    hidden, piece = config.hidden_size, min(tokens, PIECE_TOKENS)
-    kept = 4 * hidden * tokens
-    normed = 6 * hidden * tokens  # float32 and BF16
-    pairs = tokens * config.top_k
-    routing = tokens * config.n_experts * 28  # logits, scores and keys, and what a stable sort takes
-    experts = 4 * width * pairs + 28 * pairs + 2 * inter * min(most_pairs(tokens), pairs)
-    moe = normed + (4 + 2) * width * tokens + max(routing, experts + 8 * width * tokens)
-    heads_inner = config.mamba_num_heads * config.mamba_head_dim
-    conv = heads_inner + 2 * config.n_groups * config.ssm_state_size
-    mamba = 4 * piece * (2 * heads_inner + 5 * conv + 4 * heads_inner)
-    q = config.num_attention_heads * config.head_dim
-    attention = 2 * hidden * tokens + 3 * SCORES_BYTES + 3 * 4 * 256 * q
-    return kept + max(moe, mamba, attention)
+    hidden, piece, pairs = config.hidden_size, min(tokens, PIECE_TOKENS), tokens * config.top_k
+    stream, rounded = 4 * hidden * tokens, 2 * hidden * tokens
+    # Of an MoE layer: the choice (scores, keys, a stable sort of them); the latent input; the experts' results.
+    choosing = stream + 40 * config.n_experts * tokens
+    entering = stream + rounded + 6 * width * tokens
+    results = 4 * width * pairs + 4 * width * tokens
+    computing = rounded + 2 * width * tokens + results + 48 * pairs + 2 * inter * min(most_pairs(tokens), pairs)
+    leaving = rounded + 4 * width * tokens + 6 * piece * (width + config.moe_shared_expert_intermediate_size)
+    moe = max(choosing, entering, computing, leaving)
+    inner = config.mamba_num_heads * config.mamba_head_dim
+    conv_dim = inner + 2 * config.n_groups * config.ssm_state_size
+    mamba = 4 * piece * (6 * inner + 5 * conv_dim)
+    attention = rounded + 3 * SCORES_BYTES + 12 * QUERY_ROWS * config.num_attention_heads * config.head_dim
+    mlp = 6 * piece * (hidden + config.intermediate_size)
+    return stream + max(moe, mamba, attention, mlp)
 
 
 def _refusal(plan: CardPlan) -> str:
