@@ -1,6 +1,6 @@
-"""Execute the numbered notebooks with this very Python, keep what they say, and find the trace they look at.
+"""Execute the numbered notebooks with this very Python and keep what they say.
 
-Used by `nemolab run` and by the notebooks themselves. A notebook that fails does not stop the others, and what is left
+A notebook that fails does not stop the others, and what is left
 of a failed or an interrupted run does not look finished: its folder ends in `.failed`, or is gone.
 """
 
@@ -11,20 +11,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
 
 from nemolab import paths
 from nemolab.errors import NemolabError, UsageError
-from nemolab.progress import say
 from nemolab.report import Outcome, find_headline, write_report
 
 KERNEL = "python3"
 WIDGET = "application/vnd.jupyter.widget-view+json"  # needs the kernel it came from
-SHIPPED_TRACE, SHIPPED_PROMPTS = "conversations.safetensors", "prompts.jsonl"  # in data/traces
-ANSWER_TOKENS = 100
 NUMBERED = re.compile(r"(\d\d)_[a-z0-9_]+")
 
 
@@ -63,41 +60,6 @@ def find_notebooks(folder: Path | None = None, only: str | None = None) -> list[
             raise UsageError(f"--only {word}: no such notebook; there are {', '.join(path.stem for path in found)}")
         chosen += matches
     return sorted(set(chosen))
-
-
-def find_trace(named: str | Path = "", model: str | Path = "") -> Path:
-    """The trace a notebook looks at: the one named, else `NEMOLAB_TRACE`, else one of the model.
-
-    That is the shipped one for the shipped model. Of another model the first answer of each shipped conversation is
-    recorded, once, up to ANSWER_TOKENS of each, and the trace is kept in the cache folder.
-    """
-    chosen = str(named) or os.environ.get("NEMOLAB_TRACE", "")
-    if chosen:
-        return paths.expand(chosen)
-    folder = paths.model_folder(model)
-    if folder.resolve() == paths.tiny_folder().resolve():
-        return paths.traces_folder() / SHIPPED_TRACE
-    from nemolab.store import Store, ensure_store
-
-    store = Store.open(ensure_store(folder))
-    kept = paths.cache_folder() / "traces" / f"{store.fingerprint[:16]}.safetensors"
-    if not kept.exists():
-        _record(folder, kept)
-    return kept
-
-
-def _record(model: Path, target: Path) -> None:
-    from nemolab.engine import Engine
-    from nemolab.engine.conversations import record_chats
-    from nemolab.engine.scripts import read_prompts
-    from nemolab.trace import write_trace
-
-    scripts = read_prompts(paths.traces_folder() / SHIPPED_PROMPTS)
-    scripts = [replace(script, messages=script.messages[: script.turns[0]]) for script in scripts]
-    say(f"no trace of {paths.shown(model)} yet: recording {len(scripts)} conversations (once)")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with Engine(model) as engine:
-        write_trace(target, record_chats(engine, scripts, max_tokens=ANSWER_TOKENS))
 
 
 def run_notebooks(

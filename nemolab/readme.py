@@ -207,8 +207,8 @@ def repack_table() -> str:
 @cache
 def policies_table() -> str:
     """Decode hit rates of the shipped trace by policy and size, where the cliff is, and engine against replay."""
-    from nemolab.notebooks import find_trace
     from nemolab.policy import POLICIES
+    from nemolab.sample_trace import find_trace
     from nemolab.simulate import POLICY_NAMES, advise, check_live, from_trace, lru_curve, replay
     from nemolab.trace import read_trace
     from nemolab.units import show_bytes

@@ -8,11 +8,11 @@ import pytest
 
 from nemolab.errors import NemolabError
 from nemolab.measure import latest
-from nemolab.notebooks import find_trace
 from nemolab.paths import configs_folder, tiny_folder
 from nemolab.plan import check_claims, claims_table, compare_models, plan, read_claims
 from nemolab.plan.claims import CLAIM_IDS, COLUMNS, VERDICTS, Claim
-from nemolab.simulate import check_live, from_trace, measures, replay
+from nemolab.sample_trace import find_trace
+from nemolab.simulate import check_live, from_trace, measure_trace, measures, replay
 from nemolab.trace import read_trace
 from nemolab.trace.trace import GUESSES
 
@@ -274,13 +274,14 @@ def test_a19_prompt_experts_in_the_cache(conversations):
     assert "decode reads {} instead of {} blocks".format(*reads) in found
 
 
+SHUFFLED = ("_shuffled_within_conversations", "_shuffled_across_conversations")
+
+
 def test_a19_repeats(conversations):
-    told = conversations.select(phase="decode")
-    order = np.random.default_rng(0).permutation(told.n_tokens)
-    found = measures.repeat_rate(told.experts, told.conversation), measures.repeat_rate(told.experts[order])
-    chance = told.top_k / told.meta.n_experts
+    found = measure_trace(conversations)
     ours = ledger("A19", "in kind", "40 %")
-    assert all(f"{100 * share:.1f} %" in ours for share in (*found, chance)) and found[0] > found[1] > chance
+    shares = [found[f"repeat_rate{name}"] for name in ("", *SHUFFLED, "_by_chance")]
+    assert all(f"{100 * share:.1f} %" in ours for share in shares) and shares == sorted(shares, reverse=True)
 
 
 def test_a19_six_guesses(decode):
