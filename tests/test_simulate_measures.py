@@ -12,10 +12,12 @@ from nemolab.simulate.measures import (
     experts_for_share,
     guess_accuracy,
     hottest_share,
+    number_runs,
     perfect_guesses,
     repeat_rate,
     reuse_histogram,
     shuffle_guesses,
+    shuffle_tokens,
 )
 
 
@@ -49,7 +51,7 @@ def test_entropy_is_that_of_the_choice():
     assert entropy_bits(counts).tolist() == [2.0, 0.0, 1.0]
 
 
-def test_repetition_is_counted_within_a_conversation():
+def test_repetition_is_counted_within_a_run():
     experts = np.array([[[0, 1]], [[1, 2]], [[1, 2]], [[1, 2]]])
     assert repeat_rate(experts) == (1 + 2 + 2) / 6
     assert repeat_rate(experts, [0, 0, 1, 1]) == (1 + 2) / 4
@@ -57,6 +59,29 @@ def test_repetition_is_counted_within_a_conversation():
     experts[1] = -1
     assert repeat_rate(experts) == 2 / 2, "a token that was not seen neither asks nor answers"
     assert abs(repeat_rate(draw(0)) - 4 / 32) < 0.02, "chance"
+
+
+def test_a_run_ends_with_its_conversation_and_where_a_position_is_left_out():
+    assert number_runs([0, 0, 0, 1, 1], [4, 5, 9, 10, 11]).tolist() == [0, 0, 1, 2, 2]
+    assert number_runs([], []).tolist() == []
+
+
+def test_shuffles_keep_the_tokens_and_within_also_their_conversations():
+    conversation = np.array([0, 1, 0, 1, 1, 0, 2])
+    within, across = shuffle_tokens(conversation), shuffle_tokens(conversation, across=True)
+    assert np.array_equal(np.sort(within), np.arange(7)) and np.array_equal(np.sort(across), np.arange(7))
+    assert np.array_equal(conversation[within], conversation) and not np.array_equal(conversation[across], conversation)
+    assert np.array_equal(within, shuffle_tokens(conversation)), "the seed fixes it"
+
+
+def test_the_two_controls_tell_a_topic_from_recency():
+    """Each conversation draws from 4 experts of its own: all repetition beyond chance is topic, none is recency."""
+    conversation = np.repeat([0, 1], 200)
+    experts = (np.random.default_rng(0).integers(0, 4, 400) + 4 * conversation).reshape(400, 1, 1)
+    runs = number_runs(conversation, np.arange(400))
+    found = repeat_rate(experts, runs)
+    within, across = (repeat_rate(experts[shuffle_tokens(conversation, across=a)], runs) for a in (False, True))
+    assert abs(found - 1 / 4) < 0.06 and abs(within - 1 / 4) < 0.06 and abs(across - 1 / 8) < 0.06
 
 
 def test_reuse_distances_are_binned_by_doubling():

@@ -103,6 +103,14 @@ def _measures(found: dict[str, Any]) -> str:
             f"{_percent(found['repeat_rate'])} %",
             f"{_percent(found['repeat_rate_by_chance'])} %",
         ],
+        *(
+            [
+                f"  with tokens shuffled {how} conversations",
+                f"{_percent(found[f'repeat_rate_shuffled_{how}_conversations'])} %",
+                "-",
+            ]
+            for how in ("within", "across")
+        ),
         [
             "entropy of the choice, least to most of layers",
             f"{min(bits):.2f} to {max(bits):.2f} bits",

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from nemolab.simulate.measures import repeat_rate
+from nemolab.simulate.measures import number_runs, repeat_rate, shuffle_tokens
+from nemolab.trace import DECODE
 
 if TYPE_CHECKING:
     from nemolab.trace import Trace
@@ -21,28 +22,28 @@ MOST_LOOKUPS = 50_000  # of the first tokens of decode: enough to tell a point o
 
 
 class Independence(NamedTuple):
-    """Repeat rate in the true order, in the median shuffled order, and whether the true one is above all shuffled."""
+    """Repeat rate in the true order, its median with the tokens of each conversation shuffled, and whether the true one
+    is above all of these."""
 
     repeat_rate: float
-    by_chance: float
+    shuffled: float
     repeats_more: bool
 
 
 def measure_independence(trace: Trace, *, seed: int = 0) -> Independence | None:
-    """Hold the repeat rate of decode against that of the same tokens in shuffled order. None: too few to tell."""
-    decode = np.flatnonzero(trace.phase == 1)
+    """Hold the repeat rate of decode against that of the same tokens shuffled within their conversations.
+
+    None: too few to tell.
+    """
+    decode = np.flatnonzero(trace.phase == DECODE)
     decode = decode[: max(2 * LEAST_PAIRS, MOST_LOOKUPS // (trace.n_layers * trace.top_k))]
     experts, conversation = trace.experts[decode], trace.conversation[decode]
-    if np.count_nonzero(np.diff(conversation) == 0) < LEAST_PAIRS:
+    runs = number_runs(conversation, trace.position[decode])
+    if np.count_nonzero(np.diff(runs) == 0) < LEAST_PAIRS:
         return None
     rng = np.random.default_rng(seed)
-    found = repeat_rate(experts, conversation)
-    # Sorting by conversation with random ties deals tokens anew within each, and keeps the conversations apart.
-    order = np.argsort(conversation, kind="stable")
-    together = conversation[order]
-    shuffled = [
-        repeat_rate(experts[np.lexsort((rng.random(len(decode)), conversation))], together) for _ in range(SHUFFLES)
-    ]
+    found = repeat_rate(experts, runs)
+    shuffled = [repeat_rate(experts[shuffle_tokens(conversation, seed=rng)], runs) for _ in range(SHUFFLES)]
     return Independence(found, float(np.median(shuffled)), found > max(shuffled))
 
 
@@ -52,7 +53,7 @@ def looks_independent(trace: Trace, *, seed: int = 0) -> str | None:
     if found is None or found.repeats_more:
         return None
     return (
-        f"{found.repeat_rate:.1%} of the experts repeat from token to token, no more than in shuffled order"
-        f" ({found.by_chance:.1%}): this routing looks like independent draws: what was used last does"
-        " not tell what comes next, so recency is worth nothing here"
+        f"{found.repeat_rate:.1%} of the experts repeat from token to token, no more than with tokens shuffled within"
+        f" their conversation ({found.shuffled:.1%}): this routing looks like independent draws: what was used last"
+        " does not tell what comes next, so recency is worth nothing here"
     )

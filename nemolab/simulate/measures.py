@@ -53,19 +53,48 @@ def entropy_bits(counts: np.ndarray) -> np.ndarray:
     return np.abs((share * logs).sum(axis=1))
 
 
-def repeat_rate(experts: np.ndarray, conversation: np.ndarray | None = None) -> float | None:
-    """Share of lookups whose expert the same layer also chose for the token before, in the same conversation.
+def number_runs(conversation: np.ndarray, position: np.ndarray) -> np.ndarray:
+    """A number for each run of tokens that follow one another: int64 (tokens,), from 0.
 
-    Pass decode tokens only, or prompts too if their tokens are meant to follow one another. Chance gives about
-    top_k / n_experts.
+    A run is of one conversation and leaves no position out: of decode tokens alone, each answer is one.
+    """
+    conversation, position = np.asarray(conversation), np.asarray(position)
+    changes = np.diff(conversation, prepend=conversation[:1]) != 0
+    return np.cumsum(changes | (np.diff(position, prepend=position[:1] - 1) != 1))
+
+
+def repeat_rate(experts: np.ndarray, runs: np.ndarray | None = None) -> float | None:
+    """Share of lookups whose expert the same layer also chose for the token before, in the same run (`number_runs`).
+
+    runs  (tokens,): pairs of tokens across a change of it are left out; None: every token follows the one before
+    Independent draws give about top_k / n_experts. A real routing also repeats because some experts are hot, at all or
+    in what a conversation is about: hold it against `shuffle_tokens`.
     """
     now, before = np.asarray(experts)[1:], np.asarray(experts)[:-1]
     asked = now >= 0
-    if conversation is not None:
-        asked &= (np.diff(np.asarray(conversation)) == 0)[:, None, None]
+    if runs is not None:
+        asked &= (np.diff(np.asarray(runs)) == 0)[:, None, None]
     asked &= (before >= 0).any(axis=2, keepdims=True)
     again = _is_among(now, before) & asked
     return float(again.sum() / asked.sum()) if asked.any() else None
+
+
+def shuffle_tokens(
+    conversation: np.ndarray, *, across: bool = False, seed: int | np.random.Generator = 0
+) -> np.ndarray:
+    """The controls of `repeat_rate`: an order (tokens,) that deals tokens anew. `experts[order]` with the same runs.
+
+    Within each conversation, what still repeats does so because an expert is hot in that conversation; across all of
+    them, because it is hot in the whole trace. Only what the true order has beyond the first is recency.
+    """
+    rng = np.random.default_rng(seed)
+    conversation = np.asarray(conversation)
+    if across:
+        return rng.permutation(len(conversation))
+    order = np.empty(len(conversation), np.int64)
+    # Sorting by conversation with random ties deals the places of each conversation among its own tokens.
+    order[np.argsort(conversation, kind="stable")] = np.lexsort((rng.random(len(conversation)), conversation))
+    return order
 
 
 class Histogram(NamedTuple):

@@ -51,11 +51,14 @@ def measure_trace(trace: Trace, *, cold: bool = False) -> dict[str, Any]:
 
     Shares are of lookups, 0 to 1. `guesses` is by MoE layers ahead: right[j] is the share of the first j + 1 guesses
     that were chosen, covered[j] the share of the chosen that they name; `perfect` and `shuffled` are `right` of the
-    controls that must give 1 and chance. cold: first lookups and reuse are counted anew in each conversation.
+    controls that must give 1 and chance. Those of `repeat_rate` are named apart: the same tokens shuffled within their
+    conversation, and across all of them. cold: first lookups and reuse are counted anew in each conversation.
     """
     phase = DECODE if (trace.phase == DECODE).any() else PREFILL
     chosen = trace.phase == phase
-    experts = trace.experts[chosen]
+    experts, conversation = trace.experts[chosen], trace.conversation[chosen]
+    runs = measures.number_runs(conversation, trace.position[chosen])
+    within, across = (measures.shuffle_tokens(conversation, across=across) for across in (False, True))
     n_experts = trace.meta.n_experts
     counts = measures.count_usage(experts, n_experts)
     # Prompts pass all at once: what they reuse is counted as if each were read once, like any batch.
@@ -71,7 +74,9 @@ def measure_trace(trace: Trace, *, cold: bool = False) -> dict[str, Any]:
         "distinct_experts": int(np.count_nonzero(counts)),
         "experts": counts.size,
         "hottest_quarter_share": measures.hottest_share(counts),
-        "repeat_rate": measures.repeat_rate(experts, _number_runs(trace.conversation[chosen], trace.position[chosen])),
+        "repeat_rate": measures.repeat_rate(experts, runs),
+        "repeat_rate_shuffled_within_conversations": measures.repeat_rate(experts[within], runs),
+        "repeat_rate_shuffled_across_conversations": measures.repeat_rate(experts[across], runs),
         "repeat_rate_by_chance": trace.top_k / n_experts,
         "compulsory_share": histogram.never / n_lookups if n_lookups else None,
         "entropy_bits": measures.entropy_bits(counts).tolist(),
@@ -105,12 +110,6 @@ def _rate_guesses(experts: np.ndarray, guesses: np.ndarray) -> dict[str, Any]:
             for name, control in controls.items()
         },
     }
-
-
-def _number_runs(conversation: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """A number for each run of tokens that follow one another: within a conversation, no position left out."""
-    breaks = (np.diff(conversation) != 0) | (np.diff(position) != 1)
-    return np.concatenate([[0], np.cumsum(breaks)])
 
 
 def _one_or_all(sizes: tuple[int, ...] | None) -> int | list[int] | None:
