@@ -236,6 +236,8 @@ HELLO = '[{"role": "user", "content": "Hello"}]\n'
 BAD_PROMPTS = {
     "is empty; one conversation a line was expected": "\n \n",
     "line 2: not JSON": HELLO + "hello\n",
+    "line 1: the line names 'role' twice; each name may occur once": '[{"role": "user", "role": "user", "content": "x"}]',
+    "line 2: the line holds NaN, which JSON does not know": HELLO + '[{"role": "user", "content": NaN}]',
     r"line 1: fields \['content', 'role'\]; messages": '{"role": "user", "content": "Hello"}\n',
     "line 2: str found; a list of messages": HELLO + '"Hello"\n',
     r"line 3: messages\[0\].role is 'narrator'; known": HELLO + HELLO + '[{"role": "narrator", "content": "x"}]',

@@ -1,6 +1,7 @@
 """JSON files of strangers, read carefully: a size limit before reading, no duplicate keys, one readable error."""
 
 import json
+from codecs import BOM_UTF8
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def parse_json_object(raw: bytes, where: str) -> dict[str, Any]:
     """Parse one JSON object; `where` names its origin in errors. Duplicate and unprintable keys are refused."""
     if not raw.strip():
         raise CheckpointError(f"{where} is empty; a JSON object was needed")
-    if raw.startswith(b"\xef\xbb\xbf"):
+    if raw.startswith(BOM_UTF8):
         raise CheckpointError(
             f"{where} begins with a byte order mark; JSON as plain UTF-8 was expected: save it without"
         )
@@ -41,17 +42,13 @@ def parse_json_object(raw: bytes, where: str) -> dict[str, Any]:
     if values > MOST_VALUES:
         raise CheckpointError(f"{where} holds some {values:,} JSON values; the limit is {MOST_VALUES:,}")
     try:
-        parsed = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys)
+        parsed = json.loads(raw.decode("utf-8"), object_pairs_hook=_printable_keys)
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{where} is not UTF-8 at byte {error.start}") from error
     except RecursionError as error:
         raise CheckpointError(f"{where} is nested too deeply to be an honest file") from error
-    except _DuplicateKey as error:
-        raise CheckpointError(f"{where} names {error.args[0]!r} twice; each name may occur once") from error
-    except _UnfitKey as error:
-        raise CheckpointError(
-            f"{where} has a name that is too long or not printable: {error.args[0][:40]!r}"
-        ) from error
+    except RefusedJson as error:
+        raise CheckpointError(f"{where} {error}") from error
     except ValueError as error:
         raise CheckpointError(f"{where} is not valid JSON: {error}") from error
     if not isinstance(parsed, dict):
@@ -65,24 +62,32 @@ def _say_what_it_is(path: Path) -> str:
     return "is a link that leads nowhere" if path.is_symlink() else "does not exist"
 
 
-class _DuplicateKey(Exception):
-    pass
-
-
-class _UnfitKey(Exception):
-    pass
+class RefusedJson(ValueError):
+    """What Python's reader takes and we do not. The message goes on after the name of the text."""
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
-    for key in result:
-        # Names end up in messages and tables: nothing that could steer a terminal, nothing endless.
-        if not key.isprintable() or len(key) > NAME_LIMIT:
-            raise _UnfitKey(key)
     if len(result) != len(pairs):
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise _DuplicateKey(key)
+                raise RefusedJson(f"names {key[:NAME_LIMIT]!r} twice; each name may occur once")
             seen.add(key)
     return result
+
+
+def _printable_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    for key, _ in pairs:
+        # Names end up in messages and tables: nothing that could steer a terminal, nothing endless.
+        if not key.isprintable() or len(key) > NAME_LIMIT:
+            raise RefusedJson(f"has a name that is too long or not printable: {key[:40]!r}")
+    return _unique_keys(pairs)
+
+
+def _refuse_constant(name: str) -> None:
+    raise RefusedJson(f"holds {name}, which JSON does not know; numbers were expected")
+
+
+# For JSON of our own making or of traces. (Configs of the vendor's form do hold `Infinity`.)
+STRICT_JSON = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)

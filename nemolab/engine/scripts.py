@@ -5,16 +5,17 @@ Everything is read and checked before anything runs; what is wrong is named by f
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nemolab.checkpoint.json_files import STRICT_JSON, RefusedJson
 from nemolab.engine.chat import clean_messages
 from nemolab.errors import EngineError
 
 LIMIT_BYTES = 64 << 20
 _FIELDS = ("messages", "name")
+EXAMPLE = '[{"role": "user", "content": "What is TCP?"}]'
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,6 @@ def read_prompts(path: str | Path) -> list[Script]:
     return scripts
 
 
-EXAMPLE = '[{"role": "user", "content": "What is TCP?"}]'
-
-
 def read_texts(folder: str | Path) -> list[Text]:
     """The .txt files of a folder, by name. Raises EngineError where there is none, or one is empty or not UTF-8."""
     folder = Path(folder)
@@ -101,7 +99,9 @@ def _read(path: Path) -> str:
 
 def _read_script(line: str, where: str, name: str) -> Script:
     try:
-        found: Any = json.loads(line)
+        found: Any = STRICT_JSON.decode(line)
+    except RefusedJson as problem:
+        raise EngineError(f"{where}: the line {problem}") from None
     except (ValueError, RecursionError) as problem:
         raise EngineError(f"{where}: not JSON ({problem}); a list of messages was expected: {EXAMPLE}") from None
     if isinstance(found, dict):

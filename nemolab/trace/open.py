@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import stat
 import struct
+from codecs import BOM_UTF8
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +12,9 @@ from pathlib import Path
 from nemolab.errors import TraceError
 from nemolab.trace.file import is_trace, read_trace
 from nemolab.trace.importers import layer_jsonl, route_trace, routed_npz, token_jsonl
-from nemolab.trace.importers.arrange import Told, settle_sizes, shown
-from nemolab.trace.importers.json_lines import BYTE_ORDER_MARK, LINE_LIMIT_BYTES, parse_line
+from nemolab.trace.importers.arrange import Overrides, settle_sizes, shown
+from nemolab.trace.importers.json_lines import LINE_LIMIT_BYTES, parse_line
+from nemolab.trace.importers.route_header import line_kind
 from nemolab.trace.trace import Trace
 
 IMPORTERS = (route_trace, token_jsonl, layer_jsonl, routed_npz)
@@ -50,12 +51,12 @@ def open_trace(
     prefill_warms  whether prompt passes went through the cache, instead of what the form says
     Raises TraceError: a file that cannot be read, is of no known form, or is not what its form promises.
     """
-    path, told = Path(path), Told(n_experts, block_bytes, prefill_warms)
+    path, overrides = Path(path), Overrides(n_experts, block_bytes, prefill_warms)
     try:
         importer = recognise(path)
         if importer is None:
-            return _apply(path, told, read_trace(path))
-        return importer.read(path, told)
+            return _apply(path, overrides, read_trace(path))
+        return importer.read(path, overrides)
     except OSError as problem:
         raise TraceError(f"{path} cannot be read: {problem.strerror or problem}") from None
 
@@ -70,15 +71,15 @@ def recognise(path: Path):
             raise TraceError(f"{path} is empty: nothing was recorded, or it never arrived")
         if start.startswith(b"PK\x03\x04") or start.startswith(b"PK\x05\x06"):
             return routed_npz
-        text = start.removeprefix(BYTE_ORDER_MARK).lstrip()
-        if re.match(rb"#\s*route_trace\b", text):
+        text = start.removeprefix(BOM_UTF8).lstrip()
+        if line_kind(text) == b"route_trace":
             return route_trace
         if text.startswith(b"{"):
             file.seek(0)
             line = b""
-            while not line.removeprefix(BYTE_ORDER_MARK).strip():
+            while not line.removeprefix(BOM_UTF8).strip():
                 line = file.readline(LINE_LIMIT_BYTES + 1)
-            return _recognise_record(path, line.removeprefix(BYTE_ORDER_MARK))
+            return _recognise_record(path, line.removeprefix(BOM_UTF8))
     if _is_safetensors(start, path.stat().st_size):
         if is_trace(path):
             return None
@@ -112,15 +113,15 @@ def _is_safetensors(start: bytes, file_bytes: int) -> bool:
     return len(start) > 8 and start[8:9] == b"{" and struct.unpack("<Q", start[:8])[0] <= file_bytes - 8
 
 
-def _apply(path: Path, told: Told, trace: Trace) -> Trace:
+def _apply(path: Path, overrides: Overrides, trace: Trace) -> Trace:
     """What the caller says, over what a trace of ours says."""
     meta = trace.meta
-    if told.n_experts not in (None, meta.n_experts):
-        raise TraceError(f"{path} is of a model of {meta.n_experts} experts; {told.n_experts} were asked for")
-    if told.block_bytes is not None:
-        meta = replace(meta, block_bytes=settle_sizes(path, told.block_bytes, trace.n_layers))
-    if told.prefill_warms is not None:
-        meta = replace(meta, prefill_warms=told.prefill_warms)
+    if overrides.n_experts not in (None, meta.n_experts):
+        raise TraceError(f"{path} is of a model of {meta.n_experts} experts; {overrides.n_experts} were asked for")
+    if overrides.block_bytes is not None:
+        meta = replace(meta, block_bytes=settle_sizes(path, overrides.block_bytes, trace.n_layers))
+    if overrides.prefill_warms is not None:
+        meta = replace(meta, prefill_warms=overrides.prefill_warms)
     return replace(trace, meta=meta)
 
 

@@ -6,5 +6,5 @@ layer_jsonl   a JSON line for each token and layer; json_lines parses the lines 
 routed_npz    `routed_experts` in a NumPy archive
 arrange       what all of them end with: arrays and facts made a checked `Trace`
 
-A new form is a module with NAME, LAYOUT and read(path, told), and a way to know it in `nemolab.trace.open`.
+A new form is a module with NAME, LAYOUT and read(path, overrides), and a way to know it in `nemolab.trace.open`.
 """

@@ -13,11 +13,11 @@ from nemolab.errors import TraceError
 from nemolab.trace.trace import DECODE, Trace, TraceMeta, id_type
 
 LARGEST_ID = 2**31 - 2  # one more experts than this must still be an int32
-CHUNK = 1 << 20  # lookups looked at together, so that no check takes memory of a trace's size
+CHUNK_LOOKUPS = 1 << 20  # lookups looked at together, so that no check takes memory of a trace's size
 
 
 @dataclass(frozen=True)
-class Told:
+class Overrides:
     """What the caller says about a file, over what the file says or leaves open; None: not said.
 
     block_bytes   one size for all, or one for each MoE layer
@@ -53,13 +53,15 @@ def all_decode(n_tokens: int, first_position: int = 0) -> dict[str, np.ndarray]:
     }
 
 
-def build_trace(path: Path, told: Told, found: Found, experts: np.ndarray, **arrays: np.ndarray | None) -> Trace:
+def build_trace(
+    path: Path, overrides: Overrides, found: Found, experts: np.ndarray, **arrays: np.ndarray | None
+) -> Trace:
     """A checked trace of experts (tokens, layers, top_k), integers of any type, and the arrays `Trace` names.
 
     Raises TraceError for ids out of range and for what the caller says that the file contradicts.
     """
     n_layers, top_k = experts.shape[1:]
-    n_experts = _settle_experts(path, told, found, int(experts.max()))
+    n_experts = _settle_experts(path, overrides, found, int(experts.max()))
     if top_k > n_experts:
         raise TraceError(f"{path}: each token chooses {top_k} of {n_experts} experts; no more than there are can be")
     twice = _count_twice(experts)
@@ -68,15 +70,15 @@ def build_trace(path: Path, told: Told, found: Found, experts: np.ndarray, **arr
             f"{twice:,} of {experts[..., 0].size:,} choices name an expert more than once; each counts as one lookup"
         )
     block_bytes = found.block_bytes
-    if told.block_bytes is not None:
-        block_bytes = settle_sizes(path, told.block_bytes, n_layers)
+    if overrides.block_bytes is not None:
+        block_bytes = settle_sizes(path, overrides.block_bytes, n_layers)
         if found.block_bytes not in (None, block_bytes):
             found.notes.append("block sizes are those given; the file has others")
     meta = TraceMeta(
         model=found.model,
         n_experts=n_experts,
         block_bytes=block_bytes,
-        prefill_warms=found.prefill_warms if told.prefill_warms is None else told.prefill_warms,
+        prefill_warms=found.prefill_warms if overrides.prefill_warms is None else overrides.prefill_warms,
         source=found.source,
         taken={"kind": "imported", "conversations": found.conversations, "notes": found.notes, **found.facts},
         ranked=_is_ranked(experts, arrays.get("weights")),
@@ -104,19 +106,19 @@ def name_of(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in name)[:100] or "not named"
 
 
-def _settle_experts(path: Path, told: Told, found: Found, largest: int) -> int:
+def _settle_experts(path: Path, overrides: Overrides, found: Found, largest: int) -> int:
     if found.n_experts is not None:
-        if told.n_experts is not None and told.n_experts != found.n_experts:
-            raise TraceError(f"{path} is of a model of {found.n_experts} experts; {told.n_experts} were asked for")
+        if overrides.n_experts is not None and overrides.n_experts != found.n_experts:
+            raise TraceError(f"{path} is of a model of {found.n_experts} experts; {overrides.n_experts} were asked for")
         return found.n_experts
-    if told.n_experts is None:
+    if overrides.n_experts is None:
         found.notes.append(
             f"the file does not say how many experts a layer has: {largest + 1} are taken, the largest number + 1"
         )
         return largest + 1
-    if largest >= told.n_experts:
-        raise TraceError(f"{path} holds expert {largest}; a layer is said to have {told.n_experts}, from 0 up")
-    return told.n_experts
+    if largest >= overrides.n_experts:
+        raise TraceError(f"{path} holds expert {largest}; a layer is said to have {overrides.n_experts}, from 0 up")
+    return overrides.n_experts
 
 
 def settle_sizes(path: Path, sizes: int | Sequence[int], n_layers: int) -> tuple[int, ...]:
@@ -133,7 +135,7 @@ def settle_sizes(path: Path, sizes: int | Sequence[int], n_layers: int) -> tuple
 def _count_twice(experts: np.ndarray) -> int:
     """In how many choices (token, layer) an expert stands more than once."""
     rows = experts.reshape(-1, experts.shape[-1])
-    count, step = 0, max(1, CHUNK // rows.shape[1])
+    count, step = 0, max(1, CHUNK_LOOKUPS // rows.shape[1])
     for first in range(0, len(rows), step):
         ordered = np.sort(rows[first : first + step], axis=1)
         count += int(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(axis=1).sum())
@@ -143,7 +145,7 @@ def _count_twice(experts: np.ndarray) -> int:
 def _is_ranked(experts: np.ndarray, weights: np.ndarray | None) -> bool:
     """Numbers that rise in every choice were sorted by whoever wrote them, unless their weights fall as well."""
     rows = experts.reshape(-1, experts.shape[-1])
-    step = max(1, CHUNK // rows.shape[1])
+    step = max(1, CHUNK_LOOKUPS // rows.shape[1])
     for first in range(0, len(rows), step):
         if np.any(rows[first : first + step, 1:] < rows[first : first + step, :-1]):
             return True

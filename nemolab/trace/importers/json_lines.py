@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
+from codecs import BOM_UTF8
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from nemolab.checkpoint.json_files import STRICT_JSON, RefusedJson
 from nemolab.errors import TraceError
 from nemolab.trace.importers.arrange import LARGEST_ID, shown
 
 # The longest honest line known holds 100 layers of 64 experts: 40 kB. A parsed number takes 32 bytes for 2 of the file.
 LINE_LIMIT_BYTES = 1 << 20
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def read_records(path: Path, take: Callable[[dict[str, Any], int], None]) -> None:
@@ -26,7 +26,7 @@ def read_records(path: Path, take: Callable[[dict[str, Any], int], None]) -> Non
         while line := file.readline(LINE_LIMIT_BYTES + 1):
             number += 1
             if number == 1:
-                line = line.removeprefix(BYTE_ORDER_MARK)
+                line = line.removeprefix(BOM_UTF8)
             if line.strip():
                 try:
                     take(parse_line(line), number)
@@ -41,11 +41,13 @@ def parse_line(line: bytes) -> dict[str, Any]:
     if len(line) > LINE_LIMIT_BYTES:
         raise TraceError(f"has more than {LINE_LIMIT_BYTES:,} bytes; the choices of one token were expected")
     try:
-        parsed = _DECODER.decode(line.decode("utf-8"))
+        parsed = STRICT_JSON.decode(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise TraceError(f"is not UTF-8 at byte {error.start}") from None
     except RecursionError:
         raise TraceError("is nested too deeply to be an honest file") from None
+    except RefusedJson as error:
+        raise TraceError(str(error)) from None
     except ValueError as error:
         cut = "" if line.endswith(b"\n") else ": the file is cut off"
         raise TraceError(f"is not valid JSON{cut} ({str(error)[:80]})") from None
@@ -71,21 +73,3 @@ def check_ids(key: str, ids: object) -> list[int]:
         wrong = next(item for item in ids if type(item) is not int or not 0 <= item <= LARGEST_ID)
         raise TraceError(f"{key!r} holds {shown(wrong)}; experts are whole numbers from 0 up")
     return ids
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise TraceError(f"names {shown(key)} twice; each name may occur once")
-            seen.add(key)
-    return result
-
-
-def _refuse_constant(name: str) -> None:
-    raise TraceError(f"holds {name}, which JSON does not know; numbers were expected")
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)

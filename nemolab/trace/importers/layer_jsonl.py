@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from nemolab.errors import TraceError
-from nemolab.trace.importers.arrange import Found, Told, all_decode, build_trace, shown
+from nemolab.trace.importers.arrange import Found, Overrides, all_decode, build_trace, shown
 from nemolab.trace.importers.json_lines import check_ids, read_records, whole_number
 from nemolab.trace.trace import Trace
 
@@ -26,7 +26,7 @@ KEYS = frozenset({"layer_idx", "token_idx", "selected_ids"})
 LARGEST = 3e38  # float32 ends just above
 
 
-def read(path: Path, told: Told) -> Trace:
+def read(path: Path, overrides: Overrides) -> Trace:
     """Raises TraceError naming the line and what is wrong with it."""
     lines = _Lines()
     read_records(path, lines.take)
@@ -44,7 +44,7 @@ def read(path: Path, told: Told) -> Trace:
     if numbers.tolist() != list(range(len(numbers))):
         found.notes.append(f"layers {shown(numbers.tolist())} are counted from 0 in order")
     experts, weights = place(lines.ids), place(lines.weights) if lines.weights else None
-    return build_trace(path, told, found, experts, weights=weights, **all_decode(len(experts), first))
+    return build_trace(path, overrides, found, experts, weights=weights, **all_decode(len(experts), first))
 
 
 class _Lines:

@@ -13,7 +13,7 @@ import numpy as np
 
 from nemolab.errors import TraceError
 from nemolab.trace.importers.arrange import shown
-from nemolab.trace.importers.route_header import LINE_LIMIT_BYTES, REQUIRED, SECOND, Header
+from nemolab.trace.importers.route_header import LINE_LIMIT_BYTES, REQUIRED, Header, line_kind
 from nemolab.trace.importers.route_rows import COMMENT, DONE, FAULT, FULL, SKIP, WEIGHT, parse_rows
 from nemolab.trace.trace import DECODE
 
@@ -140,7 +140,7 @@ def _narrow_weights(path: Path, weights: np.ndarray, line: int) -> np.ndarray:
 def _skip_line(path: Path, header: Header, text: bytes, at: int, line: int, is_last: bool) -> int:
     """Where the next line begins, after one that is blank or a remark; any other is refused."""
     end = text.find(b"\n", at) + 1 or len(text)
-    if SECOND.match(text, at):
+    if line_kind(text, at):
         raise TraceError(f"{path}, line {line} begins a second header: split the files that were joined")
     if text[at:end].strip() and not text.startswith(b"#", at):
         _refuse_row(path, header, text[at:end], line, is_last)

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from nemolab.errors import TraceError
-from nemolab.trace.importers.arrange import Found, Told, build_trace
+from nemolab.trace.importers.arrange import Found, Overrides, build_trace
 from nemolab.trace.importers.route_header import Header, read_header
 from nemolab.trace.importers.route_table import Rows, read_rows
 from nemolab.trace.trace import DECODE, PREFILL, Trace, id_type
@@ -34,7 +34,7 @@ NAME = "route_trace v1"
 LAYOUT = "csv of BigMoeOnEdge: '# route_trace v1', '# model=...', then turn,phase,step,layer,slot,expert,..."
 
 
-def read(path: Path, told: Told) -> Trace:
+def read(path: Path, overrides: Overrides) -> Trace:
     """Raises TraceError naming the line and what is wrong with it."""
     with path.open("rb") as file:
         header = read_header(path, file)
@@ -73,7 +73,7 @@ def read(path: Path, told: Told) -> Trace:
     elif rows.weight is not None:
         arrays["weights"] = np.zeros(experts.shape, np.float32)
         arrays["weights"].reshape(-1)[cells] = rows.weight
-    return build_trace(path, told, found, experts, **arrays)
+    return build_trace(path, overrides, found, experts, **arrays)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import BinaryIO
 import numpy as np
 
 from nemolab.errors import TraceError
-from nemolab.trace.importers.arrange import LARGEST_ID, Found, Told, all_decode, build_trace, shown
+from nemolab.trace.importers.arrange import LARGEST_ID, Found, Overrides, all_decode, build_trace, shown
 from nemolab.trace.trace import LARGEST_INT16, Trace
 
 NAME = "npz routed_experts"
@@ -38,7 +38,7 @@ _PROBLEMS = (
 )  # fmt: skip
 
 
-def read(path: Path, told: Told) -> Trace:
+def read(path: Path, overrides: Overrides) -> Trace:
     """Raises TraceError naming what is wrong with the archive or the array."""
     try:
         with zipfile.ZipFile(path) as archive:
@@ -55,7 +55,7 @@ def read(path: Path, told: Told) -> Trace:
     found = Found(NAME, path.stem)
     if others:
         found.notes.append(f"other arrays of the archive were left alone: {shown(others, 200)}")
-    return build_trace(path, told, found, experts, **all_decode(len(experts)))
+    return build_trace(path, overrides, found, experts, **all_decode(len(experts)))
 
 
 def _find_member(path: Path, archive: zipfile.ZipFile) -> zipfile.ZipInfo:

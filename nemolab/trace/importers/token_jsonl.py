@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from nemolab.errors import TraceError
-from nemolab.trace.importers.arrange import Found, Told, all_decode, build_trace, shown
+from nemolab.trace.importers.arrange import Found, Overrides, all_decode, build_trace, shown
 from nemolab.trace.importers.json_lines import check_ids, read_records, whole_number
 from nemolab.trace.trace import Trace
 
@@ -25,14 +25,14 @@ LAYOUT = 'JSON lines {"tok": n, "layers": [[experts], ...]}, one a token'
 KEYS = frozenset({"tok", "layers"})
 
 
-def read(path: Path, told: Told) -> Trace:
+def read(path: Path, overrides: Overrides) -> Trace:
     """Raises TraceError naming the line and what is wrong with it."""
     lines = _Lines()
     read_records(path, lines.take)
     if not lines.ids:
         raise TraceError(f"{path} holds no record: nothing was recorded")
     experts = np.frombuffer(lines.ids, np.int32).reshape(-1, *lines.shape)
-    return build_trace(path, told, Found(NAME, path.stem), experts, **all_decode(len(experts), lines.first))
+    return build_trace(path, overrides, Found(NAME, path.stem), experts, **all_decode(len(experts), lines.first))
 
 
 class _Lines:
