@@ -90,7 +90,7 @@ def expert(shape, experts, active, repeats, threads, record):
 def trace(path, tokens, slots, prefetch, repeats, threads, record):
     """Decode while it is recorded, against decode that is not.
 
-    overhead is the time of a recorded token over that of a plain one, everything that is derived included (guesses
+    slowdown is the time of a recorded token over that of a plain one, everything that is derived included (guesses
     for three layers, counts of active neurons). By default all experts are cached: no read hides the cost.
 
     \b

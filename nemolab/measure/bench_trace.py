@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import statistics
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemolab.errors import UsageError
 from nemolab.measure.versus import versus
 from nemolab.progress import say
+
+if TYPE_CHECKING:
+    from nemolab.engine import Engine
+    from nemolab.trace import Recorder
 
 PROMPT_TOKENS = 32
 
@@ -25,44 +29,20 @@ def bench_trace(
 
     tokens    fed one by one a round, behind a prompt of 32
     slots     blocks in RAM; None: all, so that no read hides what recording costs
-    returns   plain_ms, recorded_ms (medians a token), overhead (recorded / plain), overheads (one a round),
+    returns   plain_ms, recorded_ms (medians a token), slowdown (recorded / plain), slowdowns (one a round),
               bytes_per_token (of the arrays), rows
     """
-    import torch
-
     from nemolab.engine import Engine
 
     if repeats < 3:
         raise UsageError(f"{repeats} rounds give no median and no spread; take at least 3")
     with Engine(path, threads=threads, ram_cache_slots=slots, prefetch=prefetch) as engine:
         say(engine.budget.line())
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(engine.config.vocab_size, (PROMPT_TOKENS + tokens,), generator=generator)
-        prompt, rest = ids[:PROMPT_TOKENS].tolist(), ids[PROMPT_TOKENS:].tolist()
-        state = engine.new_state()
-        engine.last_logits(prompt, state)
-
-        # Both go on from a copy of the state behind the prompt, so that every round does the same work.
-        def run_plain():
-            now = state.copy()
-            for token in rest:
-                engine.step(token, now)
-
-        def run_recorded():
-            now = state.copy()
-            with engine.record(cold=False) as recorder:
-                for token in rest:
-                    engine.step(token, now)
-                recorder.flush()
-            kept.append(recorder)
-            del kept[:-1]
-
-        kept: list = []
+        turns = _Turns(engine, tokens)
         before = engine.stats()["decode"]["misses"]
-        run_plain()
+        turns.plain()
         misses = engine.stats()["decode"]["misses"] - before
-        timed = versus(run_recorded, run_plain, rounds=repeats)
-        arrays = kept[0].trace().arrays
+        timed = versus(turns.recorded, turns.plain, rounds=repeats)
         settings = {
             "model": Path(path).name,
             "tokens": tokens,
@@ -71,21 +51,51 @@ def bench_trace(
             "slots": engine.memory()["cache"]["blocks_now"],
             "prefetch": prefetch,
             "layout": engine.store.layout,
-            "bytes_per_token": sum(array.nbytes for array in arrays.values()) // tokens,
+            "bytes_per_token": turns.trace_bytes() // tokens,
         }
     recorded, plain = ([1e3 * second / tokens for second in samples] for samples in (timed.first, timed.second))
     return {
         "plain_ms": statistics.median(plain),
         "recorded_ms": statistics.median(recorded),
-        "overhead": timed.ratio,
-        "overheads": timed.ratios,
-        "overhead_low": min(timed.ratios),
-        "overhead_high": max(timed.ratios),
+        "slowdown": timed.ratio,
+        "slowdowns": timed.ratios,
+        "slowdown_low": min(timed.ratios),
+        "slowdown_high": max(timed.ratios),
         "bytes_per_token": settings["bytes_per_token"],
         "first_round_misses": misses,
         "rows": [
             {"name": "trace.plain", "values": plain, "unit": "ms/token", "settings": settings},
             {"name": "trace.recorded", "values": recorded, "unit": "ms/token", "settings": settings},
-            {"name": "trace.overhead", "values": timed.ratios, "unit": "ratio", "settings": settings},
+            {"name": "trace.slowdown", "values": timed.ratios, "unit": "ratio", "settings": settings},
         ],
     }
+
+
+class _Turns:
+    """Both ways of one round. Each goes on from a copy of the state behind the prompt, so that all do the same work."""
+
+    def __init__(self, engine: Engine, tokens: int):
+        import torch
+
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(engine.config.vocab_size, (PROMPT_TOKENS + tokens,), generator=generator).tolist()
+        self._engine, self._rest, self._state = engine, ids[PROMPT_TOKENS:], engine.new_state()
+        self._recorder: Recorder | None = None
+        engine.last_logits(ids[:PROMPT_TOKENS], self._state)
+
+    def plain(self) -> None:
+        self._feed()
+
+    def recorded(self) -> None:
+        with self._engine.record(cold=False) as self._recorder:
+            self._feed()
+            self._recorder.flush()
+
+    def trace_bytes(self) -> int:
+        """Of the arrays of the last round that was recorded."""
+        return sum(array.nbytes for array in self._recorder.trace().arrays.values())
+
+    def _feed(self) -> None:
+        now = self._state.copy()
+        for token in self._rest:
+            self._engine.step(token, now)
