@@ -21,6 +21,11 @@ BYTES_PER = {
 EXAMPLES = "4GiB, 500MiB, 2GB or 48slots"
 
 
+def whole_pages(nbytes: int) -> int:
+    """Bytes rounded up to whole pages."""
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
 @dataclass(frozen=True)
 class Budget:
     """Room for experts: in bytes or in slots (blocks). Exactly one of the two is set."""

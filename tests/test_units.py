@@ -3,7 +3,7 @@
 import pytest
 
 from nemolab.errors import UsageError
-from nemolab.units import Budget, parse_budget, show_bytes
+from nemolab.units import Budget, parse_budget, show_bytes, whole_pages
 
 
 @pytest.mark.parametrize(
@@ -43,3 +43,7 @@ def test_huge_sizes_keep_every_byte():
 )
 def test_bytes_are_shown(count, text):
     assert show_bytes(count) == text
+
+
+def test_pages_are_whole():
+    assert [whole_pages(nbytes) for nbytes in (0, 1, 4096, 4097, 8192)] == [0, 4096, 4096, 8192, 8192]

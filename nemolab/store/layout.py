@@ -24,7 +24,7 @@ import numpy as np
 from nemolab.checkpoint.formats import GROUP
 from nemolab.errors import StoreError
 from nemolab.store.nibbles import Transpose, transpose_nibbles
-from nemolab.units import PAGE_BYTES
+from nemolab.units import whole_pages
 
 LAYOUTS = ("neuron", "source")
 
@@ -109,7 +109,7 @@ class BlockLayout:
     @cached_property
     def block_bytes(self) -> int:
         """Bytes of a block: the payload, padded with zeros to whole pages."""
-        return -(-self.payload_bytes // PAGE_BYTES) * PAGE_BYTES
+        return whole_pages(self.payload_bytes)
 
     def views(self, block: np.ndarray) -> ExpertViews:
         """The planes of `block`, uint8 [payload_bytes or more], without copying."""

@@ -16,7 +16,7 @@ import numpy as np
 from nemolab.checkpoint import Checkpoint
 from nemolab.errors import CheckpointError
 from nemolab.store import direct_io
-from nemolab.units import PAGE_BYTES
+from nemolab.units import PAGE_BYTES, whole_pages
 
 GAP_BYTES = 64 << 10  # neighbours this close come in one read: reading on is cheaper than asking again
 _OPEN_FILES = 256  # more shards than that are opened anew for each read
@@ -70,7 +70,7 @@ class SourceReader:
         found: list[np.ndarray] = [None] * len(pieces)
         place = 0
         for shard, start, members, end in spans:
-            place = -(-place // PAGE_BYTES) * PAGE_BYTES
+            place = whole_pages(place)
             data, place = self._read_span(shard, start, end, scratch.memory, place)
             for index in members:
                 piece = pieces[index]

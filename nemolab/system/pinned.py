@@ -7,7 +7,7 @@ then registered with the driver costs what it holds.
 
 from dataclasses import dataclass
 
-from nemolab.units import PAGE_BYTES
+from nemolab.units import whole_pages
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Footprint:
 def pinned_footprints(blocks: int, block_bytes: int) -> list[Footprint]:
     """Planned and real bytes of `blocks` pinned blocks: one pin a block, one tensor for all, registered pages."""
     planned = blocks * block_bytes
-    registered = -(-planned // PAGE_BYTES) * PAGE_BYTES
+    registered = whole_pages(planned)
     return [
         Footprint("one pin a block", planned, blocks * _power_of_two(block_bytes)),
         Footprint("one pinned tensor", planned, _power_of_two(planned)),
