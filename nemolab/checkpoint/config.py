@@ -174,6 +174,11 @@ class ModelConfig:
         return self.num_experts_per_tok
 
     @property
+    def reachable_experts(self) -> int:
+        """Experts of a MoE layer that one token can choose among: those of its best `topk_group` groups."""
+        return self.n_experts // self.n_group * self.topk_group
+
+    @property
     def expert_in(self) -> int:
         """Width X an expert reads and writes: the latent size, or the hidden size where there is no latent."""
         return self.moe_latent_size or self.hidden_size
@@ -339,7 +344,7 @@ def _check_together(config: ModelConfig, where: str) -> None:
     checks = []
     if "moe" in config.layer_types:
         top_k, experts, n_group, topk_group = config.top_k, config.n_experts, config.n_group, config.topk_group
-        reachable = experts // n_group * topk_group
+        reachable = config.reachable_experts
         checks += [
             (top_k <= experts, "num_experts_per_tok", top_k, f"<= n_routed_experts {experts}"),
             (experts % n_group == 0, "n_group", n_group, f"a divisor of {experts} experts"),

@@ -45,7 +45,7 @@ def check_threads(threads: int | None) -> int:
 
 def check_prefetch(prefetch: int, config: ModelConfig) -> int:
     """How many guesses are read ahead. Raises EngineError for more than there are to guess."""
-    reachable = config.n_experts // config.n_group * config.topk_group
+    reachable = config.reachable_experts
     if isinstance(prefetch, bool) or not isinstance(prefetch, int) or not 0 <= prefetch <= reachable:
         raise EngineError(
             f"prefetch is {prefetch!r}; a whole number from 0 to {reachable} is needed, "
