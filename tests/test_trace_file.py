@@ -297,7 +297,7 @@ def test_what_an_unsound_writer_wrote_is_refused(path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Trace, "check", lambda self: None)
         write_trace(path, replace(trace, phase=trace.phase + np.uint8(7)))
-    with pytest.raises(TraceError, match="toy.safetensors: phase holds 7 to 8; 0 for prefill"):
+    with pytest.raises(TraceError, match="toy.safetensors: phase holds 7 to 8; phases 0 \\(prefill\\) and 1 \\(decode\\) were expected"):
         read_trace(path)
 
 
@@ -339,7 +339,7 @@ UNSOUND = {
     "without a single record": lambda t: replace(t, **{n: a[:0] for n, a in t.arrays.items()}),
     "without a single lookup": spoil("experts", lambda a: np.full_like(a, -1)),
     "experts is int64; int16 or int32": spoil("experts", lambda a: a.astype(np.int64)),
-    "experts holds -1 to 8; ids of experts": spoil("experts", put((1, 1), (-1, 8))),
+    "experts holds -1 to 8; ids from 0 to 7, or -1 for none, were expected": spoil("experts", put((1, 1), (-1, 8))),
     "experts holds -2 to": spoil("experts", put((1, 1), -2)),
     "weights is float64": spoil("weights", lambda a: a.astype(float)),
     "weights holds nan at token 2, layer 1, rank 0": spoil("weights", put((2, 1, 0), np.nan)),

@@ -21,6 +21,8 @@ from nemolab.errors import UsageError
 from nemolab.progress import progress_bar, say
 from nemolab.units import Budget, show_bytes
 
+COLUMNS = ("tokens", "lookups", "hits", "misses", "hit_rate", "reads_per_token", "bytes_per_token")
+
 
 @verb("trace")
 @checkpoint_argument
@@ -94,9 +96,6 @@ def trace(
     file_bytes = write_trace(to, made)
     data = {"path": str(model or store), "to": str(to), "file_bytes": file_bytes, **summarise(made)}
     return Answer(data, describe(data, len(work)))
-
-
-COLUMNS = ("tokens", "lookups", "hits", "misses", "hit_rate", "reads_per_token", "bytes_per_token")
 
 
 def describe(data: dict[str, Any], asked: int) -> str:

@@ -127,7 +127,9 @@ def feed_again(engine: Engine, trace: Trace, *, progress: Progress | None = None
     Raises TraceError for a trace of another model, one without token ids, and one whose conversations begin midway.
     """
     if trace.token_ids is None:
-        raise TraceError("this trace has no token ids (it was taken with --no-token-ids, or imported): nothing to feed")
+        raise TraceError(
+            "this trace has no token ids (they were left out when it was taken, or it was imported): nothing to feed"
+        )
     config, store = engine.config, engine.store
     trace.check_model(store.fingerprint, store.n_layers, config.n_experts, config.top_k)
     bounds = [0, *(np.flatnonzero(np.diff(trace.step)) + 1).tolist(), trace.n_tokens]
@@ -166,14 +168,14 @@ def summarise(trace: Trace) -> dict[str, Any]:
     counts = trace.meta.taken["stats"]
     counts = counts | {"all": {name: sum(found[name] for found in counts.values()) for name in counts[PHASES[0]]}}
     by_phase = np.stack([trace.phase == phase for phase in range(len(PHASES))])
-    told = trace.meta.taken["conversations"]
+    names = trace.meta.taken["conversations"]
     return {
         "model": trace.meta.model,
         "tokens": _count_tokens(by_phase),
-        "conversations": len(told),
+        "conversations": len(names),
         "by_conversation": [
             {"name": name, **_count_tokens(by_phase & (trace.conversation == number))}
-            for number, name in enumerate(told)
+            for number, name in enumerate(names)
         ],
         "cache": trace.meta.taken["cache"],
         "stats": {phase: _rates(found) for phase, found in counts.items()},

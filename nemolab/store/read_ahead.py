@@ -75,7 +75,7 @@ class ReadAhead:
     def __init__(self, reader: BlockReader):
         self._reader = reader
         self._flights: dict[int, _Flight] = {}
-        self._told = False
+        self._warned = False
 
     def __len__(self) -> int:
         return len(self._flights)
@@ -105,7 +105,7 @@ class ReadAhead:
             flight = self._flights[key]
             flight.wait()
             if flight.failure is not None:
-                self._tell(flight)
+                self._warn_once(flight)
                 self._reader.read_into(flight.block, flight.buffer)
                 flight.failure = None
         for key in keys:
@@ -120,7 +120,7 @@ class ReadAhead:
             if flight is not None:
                 flight.wait()
                 if flight.failure is not None:
-                    self._tell(flight)
+                    self._warn_once(flight)
                 dropped.append((flight.owner, flight.landed))
                 del self._flights[key]
         return dropped
@@ -142,7 +142,7 @@ class ReadAhead:
             flight.wait()
         return [flight.owner for flight in flights if flight.failure is not None]
 
-    def _tell(self, flight: _Flight) -> None:
-        if not self._told and isinstance(flight.failure, Exception):
-            self._told = True
+    def _warn_once(self, flight: _Flight) -> None:
+        if not self._warned and isinstance(flight.failure, Exception):
+            self._warned = True
             say(f"cache: a block could not be read ahead ({flight.failure}); it is read again when asked for")

@@ -3,10 +3,11 @@
 from nemolab.trace.file import check_target, is_trace, read_trace, write_trace
 from nemolab.trace.open import open_trace
 from nemolab.trace.recorder import Recorder, Routers, count_guesses
-from nemolab.trace.trace import DECODE, PHASES, PREFILL, Trace, TraceMeta
+from nemolab.trace.trace import DECODE, GUESSES, PHASES, PREFILL, Trace, TraceMeta
 
 __all__ = [
     "DECODE",
+    "GUESSES",
     "PHASES",
     "PREFILL",
     "Recorder",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from nemolab.checkpoint.formats import GROUP
 from nemolab.errors import TraceError
 from nemolab.trace.trace import ARRAYS, DECODE, GUESSES, PREFILL, Trace, TraceMeta, id_type
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 BULK_TOKENS = 64  # tokens of decode whose derived values are computed together
 LEAST_GUESSES = 8
 FIRST_ROWS = 256
-GROUP = 16  # neurons that share a mask
 
 
 class Routers(NamedTuple):
@@ -34,19 +34,19 @@ class Routers(NamedTuple):
 
     team                the engine's threads
     gates, biases       by MoE layer: the gate as kernels take it; the correction bias, float32 [experts]
-    groups, top_groups  the limit of groups, as in the config
+    expert_groups, top_groups   the limit of groups of experts: n_group and topk_group of the config
     """
 
     team: Team
     gates: Sequence[Packed]
     biases: Sequence[np.ndarray]
-    groups: int = 1
+    expert_groups: int = 1
     top_groups: int = 1
 
 
-def count_guesses(n_experts: int, top_k: int, groups: int = 1, top_groups: int = 1) -> int:
+def count_guesses(n_experts: int, top_k: int, expert_groups: int = 1, top_groups: int = 1) -> int:
     """How many guesses a layer gets: max(8, top_k), but not more than the limit of groups lets a token reach."""
-    return min(max(LEAST_GUESSES, top_k), n_experts // groups * top_groups)
+    return min(max(LEAST_GUESSES, top_k), n_experts // expert_groups * top_groups)
 
 
 class Recorder:
@@ -77,7 +77,7 @@ class Recorder:
     ):
         self.meta, self.n_layers = meta, n_layers
         self._routers = routers
-        least = count_guesses(meta.n_experts, top_k, routers.groups, routers.top_groups) if routers else 0
+        least = count_guesses(meta.n_experts, top_k, routers.expert_groups, routers.top_groups) if routers else 0
         self.guesses = max(least, guesses)
         left_out = set() if token_ids else {"token_ids"}
         if not routers:
@@ -97,7 +97,7 @@ class Recorder:
         # Of tokens of decode until their derived values are made: MoE inputs, and the bits of active neurons.
         self._h = np.empty((BULK_TOKENS, n_layers, hidden), np.float32)
         self._active = np.empty((BULK_TOKENS, n_layers, top_k, groups), np.uint16)
-        self._told: list[tuple] = []  # of the step under way, by layer
+        self._layers: list[tuple] = []  # of the token of decode under way: what `decode_layer` was given
         self._held = 0  # the last so many rows wait
         self._handed = False  # the engine makes the guesses for the next layer
         self._names: list[str] = []
@@ -131,7 +131,7 @@ class Recorder:
         if "token_ids" in rows:
             rows["token_ids"][at] = token_ids
         self._step_rows = slice(first, last)
-        self._told = []
+        self._layers = []
 
     def decode_layer(
         self,
@@ -145,8 +145,8 @@ class Recorder:
     ) -> None:
         """One MoE layer of a token of decode, layers in order.
 
-        Nothing is copied before `end_step`, where all layers are at once (in between, a few small copies cost several
-        times as much): until then the arrays must stay as they are.
+        Nothing is copied before `end_step`, where all layers are at once, a kind of value at a time: until then the
+        arrays must stay as they are.
 
         layer            MoE ordinal
         h                float32 [hidden]: its input behind the norm, what its router saw
@@ -156,7 +156,7 @@ class Recorder:
         guesses          [n] for the *next* MoE layer where the engine has made them to prefetch by; else they are made
                          here, from h
         """
-        self._told.append((h, experts, weights, active, misses, guesses))
+        self._layers.append((h, experts, weights, active, misses, guesses))
 
     def prompt_layer(
         self, layer: int, h: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, active: np.ndarray, misses: int
@@ -180,13 +180,13 @@ class Recorder:
     def end_step(self) -> None:
         """The pass has come to its end: from here on it is part of the trace."""
         at = self._step_rows
-        if self._told:
+        if self._layers:
             self._keep(at.start)
         self._tokens, self._steps = at.stop, self._steps + 1
 
     def _keep(self, row: int) -> None:
-        """Copy what was told of a token of decode, a kind of value at a time."""
-        h, experts, weights, active, misses, guesses = zip(*self._told, strict=True)
+        """Copy what was given for a token of decode, a kind of value at a time."""
+        h, experts, weights, active, misses, guesses = zip(*self._layers, strict=True)
         rows, held = self._rows, self._held
         np.concatenate(h, out=self._h[held].reshape(-1))
         np.concatenate(active, out=self._active[held].reshape(-1, self._active.shape[-1]))
@@ -198,7 +198,7 @@ class Recorder:
             for layer, chosen in enumerate(guesses[:-1], start=1):
                 rows["guesses"][row, layer] = chosen[: self.guesses]
         self._held = held + 1
-        self._told = []
+        self._layers = []
 
     def flush(self) -> None:
         """Derive what can be derived, for all tokens of decode that wait for it."""

@@ -32,7 +32,8 @@ def iid_trace(
     Raises UsageError for sizes that cannot be.
     """
     _check_numbers(zipf=zipf)
-    ranks = np.arange(1, _check_sizes(n_tokens, n_layers, n_experts, top_k) + 1)
+    _check_sizes(n_tokens, n_layers, n_experts, top_k)
+    ranks = np.arange(1, n_experts + 1)
     experts = _draw_tokens(n_tokens, n_layers, top_k, -zipf * np.log(ranks), 0.0, seed)
     if zipf:
         note = f"synthetic: independent draws, popularity falls as 1 / rank^{zipf:g}; no token remembers the one before"
@@ -66,7 +67,8 @@ def sticky_trace(
     Raises UsageError for sizes that cannot be.
     """
     _check_numbers(spread=spread, again=again)
-    ranks = np.arange(_check_sizes(n_tokens, n_layers, n_experts, top_k))
+    _check_sizes(n_tokens, n_layers, n_experts, top_k)
+    ranks = np.arange(n_experts)
     if not spread or not again:
         raise UsageError(f"spread {spread:g} and again {again:g}; numbers above 0 are needed")
     experts = _draw_tokens(n_tokens, n_layers, top_k, -ranks / (spread * n_experts), math.log(again), seed)
@@ -123,14 +125,12 @@ def _make_trace(
     return trace
 
 
-def _check_sizes(n_tokens: int, n_layers: int, n_experts: int, top_k: int) -> int:
-    """n_experts, once all sizes are found possible."""
+def _check_sizes(n_tokens: int, n_layers: int, n_experts: int, top_k: int) -> None:
     if min(n_tokens, n_layers, n_experts, top_k) < 1 or top_k > n_experts:
         raise UsageError(
             f"{n_tokens} tokens, {n_layers} layers, top {top_k} of {n_experts} experts; each must be at least 1, and no"
             " more chosen than there are"
         )
-    return n_experts
 
 
 def _check_numbers(**numbers: float) -> None:

@@ -23,6 +23,56 @@ PHASES = ("prefill", "decode")  # names of the numbers above
 LARGEST_INT16 = 2**15 - 1
 MOST_BLOCKS = 1 << 24  # of a model: a replay counts all of them, whatever a file claims; the largest known has 82,432
 
+IDS = (np.dtype(np.int16), np.dtype(np.int32))
+_INT32 = (np.dtype(np.int32),)
+_LOOKUPS, _GUESSES, _TOKENS, _BATCHES = (
+    ("tokens", "layers", "top_k"),
+    ("tokens", "layers", "n"),
+    ("tokens",),
+    ("tokens", "layers"),
+)
+
+# Name -> (types it may have, its axes), in the order of a file's digest.
+ARRAYS: dict[str, tuple[tuple[np.dtype, ...], tuple[str, ...]]] = {
+    "experts": (IDS, _LOOKUPS),
+    "phase": ((np.dtype(np.uint8),), _TOKENS),
+    "conversation": (_INT32, _TOKENS),
+    "position": (_INT32, _TOKENS),
+    "step": (_INT32, _TOKENS),
+    "weights": ((np.dtype(np.float32),), _LOOKUPS),
+    "guesses": (IDS, _GUESSES),
+    "guesses_2": (IDS, _GUESSES),
+    "guesses_3": (IDS, _GUESSES),
+    "active_neurons": (IDS, _LOOKUPS),
+    "active_groups": (IDS, _LOOKUPS),
+    "token_ids": (_INT32, _TOKENS),
+    "live_misses": (_INT32, _BATCHES),
+}
+REQUIRED = ("experts", "phase", "conversation", "position", "step")
+GUESSES = {1: "guesses", 2: "guesses_2", 3: "guesses_3"}  # MoE layers ahead -> array
+
+# What TraceMeta.taken may hold, as JSON. Every entry may be missing: then it is not known.
+TAKEN = {
+    "kind": "chat, text, iid, sticky or imported; of a trace fed again, that of the first",
+    "conversations": "names, by number",
+    "cache": "policy, slots (blocks), budget_bytes, prefetch (guesses), start (empty, or as it was), slots_at_end, "
+    "failed_steps: of the cache behind live_misses",
+    "stats": "what that cache counted, by phase",
+    "answers": "how many the model gave",
+    "max_tokens": "of each answer, or of each text",
+    "think": "whether it reasoned before it answered",
+    "temperature": "of sampling",
+    "top_p": "of sampling",
+    "seed": "of the first answer's sampling, the next has one more; or of synthetic draws",
+    "version": "of nemolab",
+    "fed_again": "true: the tokens of another trace, fed once more",
+    "notes": "sentences for whoever reads results; of a file of others, a stranger's",
+    "arch": "the architecture that a route_trace names",
+    "zipf": "of iid draws",
+    "spread": "of sticky draws",
+    "again": "of sticky draws",
+}
+
 
 @dataclass(frozen=True)
 class TraceMeta:
@@ -33,8 +83,7 @@ class TraceMeta:
     block_bytes    size of an expert's block by MoE layer; None where unknown
     prefill_warms  prompt passes went through the cache like decode; else they left no trace in it
     source         the form it came in: "nemolab", "route_trace v1" ...
-    taken          how it was taken, as JSON: kind ("chat", "text", "iid", "imported"), cache {policy, slots,
-                   budget_bytes, prefetch, ...}, conversations (names), temperature, seed, max_tokens, version ...
+    taken          how it was taken, as JSON: entries of TAKEN
     ranked         the experts of a token are in rank order (choice key descending, ties to the lowest id)
     """
 
@@ -46,6 +95,9 @@ class TraceMeta:
     source: str = "nemolab"
     taken: dict[str, Any] = field(default_factory=dict)
     ranked: bool = True
+
+
+META_FIELDS = tuple(known.name for known in fields(TraceMeta))
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,35 +216,6 @@ class Trace:
             )
 
 
-IDS = (np.dtype(np.int16), np.dtype(np.int32))
-_INT32 = (np.dtype(np.int32),)
-_LOOKUPS, _GUESSES, _TOKENS, _BATCHES = (
-    ("tokens", "layers", "top_k"),
-    ("tokens", "layers", "n"),
-    ("tokens",),
-    ("tokens", "layers"),
-)
-
-# Name -> (types it may have, its axes), in the order of a file's digest.
-ARRAYS: dict[str, tuple[tuple[np.dtype, ...], tuple[str, ...]]] = {
-    "experts": (IDS, _LOOKUPS),
-    "phase": ((np.dtype(np.uint8),), _TOKENS),
-    "conversation": (_INT32, _TOKENS),
-    "position": (_INT32, _TOKENS),
-    "step": (_INT32, _TOKENS),
-    "weights": ((np.dtype(np.float32),), _LOOKUPS),
-    "guesses": (IDS, _GUESSES),
-    "guesses_2": (IDS, _GUESSES),
-    "guesses_3": (IDS, _GUESSES),
-    "active_neurons": (IDS, _LOOKUPS),
-    "active_groups": (IDS, _LOOKUPS),
-    "token_ids": (_INT32, _TOKENS),
-    "live_misses": (_INT32, _BATCHES),
-}
-REQUIRED = ("experts", "phase", "conversation", "position", "step")
-GUESSES = {1: "guesses", 2: "guesses_2", 3: "guesses_3"}  # MoE layers ahead -> array
-
-
 def id_type(n_experts: int) -> np.dtype:
     """int16, or int32 where ids do not fit it."""
     return IDS[n_experts - 1 > LARGEST_INT16]
@@ -259,19 +282,19 @@ def _check_forms(trace: Trace) -> None:
 
 def _check_values(trace: Trace) -> None:
     n_experts = trace.meta.n_experts
-    _check_range("experts", trace.experts, -1, n_experts - 1, "ids of experts, or -1 for none,")
+    _check_range("experts", trace.experts, -1, n_experts - 1, f"ids from 0 to {n_experts - 1}, or -1 for none,")
     if trace.experts.max() < 0:
         raise TraceError("experts holds no expert at all: a trace without a single lookup tells nothing")
-    _check_range("phase", trace.phase, PREFILL, DECODE, "0 for prefill and 1 for decode")
+    _check_range("phase", trace.phase, PREFILL, DECODE, f"phases {PREFILL} (prefill) and {DECODE} (decode)")
     for name in ("conversation", "position", "step", "token_ids"):
         if getattr(trace, name) is not None:
-            _check_range(name, getattr(trace, name), 0, 2**31 - 1, "numbers from 0 up")
+            _check_range(name, getattr(trace, name), 0, 2**31 - 1, "numbers from 0 to 2^31 - 1")
     _check_steps(trace)
     for ahead, name in GUESSES.items():
         guesses = getattr(trace, name)
         if guesses is None:
             continue
-        _check_range(name, guesses, -1, n_experts - 1, "ids of experts, or -1 for none,")
+        _check_range(name, guesses, -1, n_experts - 1, f"ids from 0 to {n_experts - 1}, or -1 for none,")
         if np.any(guesses[:, :ahead] >= 0):
             raise TraceError(
                 f"{name} holds guesses for layer {ahead - 1}; no layer is {ahead} before it: -1 was expected"
@@ -283,9 +306,9 @@ def _check_values(trace: Trace) -> None:
         )
     for name in ("active_neurons", "active_groups"):
         if getattr(trace, name) is not None:
-            _check_range(name, getattr(trace, name), -1, 2**31 - 1, "counts, or -1 for unknown,")
+            _check_range(name, getattr(trace, name), -1, 2**31 - 1, "counts from 0 up, or -1 for unknown,")
     if trace.live_misses is not None:
-        _check_range("live_misses", trace.live_misses, -1, 2**31 - 1, "counts, or -1 for none,")
+        _check_range("live_misses", trace.live_misses, -1, 2**31 - 1, "counts from 0 up, or -1 for none,")
         inner = np.append(np.diff(trace.step) == 0, False)
         if np.any(trace.live_misses[inner] >= 0):
             token = int(np.flatnonzero(inner & (trace.live_misses >= 0).any(axis=1))[0])
@@ -313,12 +336,10 @@ def _check_steps(trace: Trace) -> None:
         )
 
 
-def _check_range(name: str, values: np.ndarray, low: int, high: int, what: str) -> None:
+def _check_range(name: str, values: np.ndarray, low: int, high: int, expected: str) -> None:
     if not values.size:
         return
     found = int(values.min()), int(values.max())
     if found[0] < low or found[1] > high:
-        raise TraceError(f"{name} holds {found[0]} to {found[1]}; {what} from {low} to {high} were expected")
-
-
-META_FIELDS = tuple(known.name for known in fields(TraceMeta))
+        shown = f"{found[0]}" if found[0] == found[1] else f"{found[0]} to {found[1]}"
+        raise TraceError(f"{name} holds {shown}; {expected} were expected")
