@@ -63,10 +63,13 @@ def formatted(frame: "pd.DataFrame", formats: dict[str, str], index: str | None 
     """The columns named in `formats`, in that order, with their values written so: `{"gb": "{:.2f}"}`.
 
     index  a column of names to put in front, in place of row numbers
-    Unlike a pandas Styler it looks the same in every viewer, and the same figures give the same output.
+    What is undefined (NaN, None) is shown as "-". Unlike a pandas Styler it looks the same in every viewer, and the
+    same figures give the same output.
     """
     shown = frame if index is None else frame.set_index(index)
-    return shown[list(formats)].apply(lambda column: column.map(formats[column.name].format))
+    missing = shown.isna()
+    written = shown[list(formats)].apply(lambda column: column.map(formats[column.name].format, na_action="ignore"))
+    return written.astype(object).mask(missing[list(formats)], "-")
 
 
 def find_headline(notebook: "nbformat.NotebookNode") -> str:

@@ -53,9 +53,20 @@ REPEATS = {"this trace": [0.5, 0.3], "shuffled tokens": [0.2, 0.1], "even routin
 REUSE = (np.array([1, 2, 4, 8]), np.array([0, 10, 30]), 5)
 RIGHT = {"1 layer ahead": np.array([0.9, 0.7]), "shuffled guesses": np.array([0.2, 0.2])}
 CACHE = pd.DataFrame({"share": [0.1, 1.0], "hit_rate": [0.2, 0.9], "mb_per_token": [3.0, 0.1]})
+FAMILIES = pd.DataFrame(
+    {
+        "model": ["small", "large"],
+        "gb_per_token": [1.3, 2.7],
+        "gb_per_token_nvfp4": [0.7, 2.7],
+        "expert_format": ["fp8_128x128", "nvfp4"],
+        "share_read": [0.02, 0.04],
+        "routed_gib": [61.0, 59.1],
+    }
+)
 FIGURES = {
     "parts": lambda: plots.plot_parts(SUMS),
     "bytes_per_token": lambda: plots.plot_bytes_per_token(MODELS),
+    "families": lambda: plots.plot_families(FAMILIES),
     "blocks": lambda: plots.plot_blocks([BlockLayout("source", 48, 32), BlockLayout("neuron", 48, 32)]),
     "agreement": lambda: plots.plot_agreement(POINTS, 1e-6, 0.1),
     "cache": lambda: plots.plot_cache(CACHE),
@@ -74,16 +85,39 @@ def _style():
     plt.close("all")
 
 
+def check_axes(figure) -> None:
+    """Every axis of numbers says its quantity and unit; one of names needs no label, one shared has its sibling's."""
+    for ax in figure.axes:
+        for axis, siblings in ((ax.xaxis, ax.get_shared_x_axes()), (ax.yaxis, ax.get_shared_y_axes())):
+            labels = [getattr(shared, axis.axis_name + "axis").label.get_text() for shared in siblings.get_siblings(ax)]
+            names = all(label.get_text()[:1].isalpha() for label in axis.get_ticklabels())
+            assert names or any("(" in label for label in labels), (ax.get_title(), labels)
+        assert not ax.spines["top"].get_visible() and not ax.spines["right"].get_visible()
+
+
 @pytest.mark.parametrize("name", FIGURES)
 def test_every_axis_says_quantity_and_unit(name, tmp_path):
     figure = FIGURES[name]()
-    for ax in figure.axes:
-        assert "(" in ax.get_xlabel() or "%" in ax.get_xlabel(), ax.get_xlabel()
-        assert not ax.spines["top"].get_visible() and not ax.spines["right"].get_visible()
+    check_axes(figure)
     figure.savefig(tmp_path / "figure.png")
 
 
-@pytest.mark.parametrize("name", ["parts", "bytes_per_token", "blocks"])
+@pytest.mark.parametrize("spoil", [lambda ax: ax.set_ylabel("share"), lambda ax: ax.set_xlabel("")])
+def test_the_axis_check_can_fail(spoil):
+    figure = FIGURES["cache"]()
+    spoil(figure.axes[0])
+    with pytest.raises(AssertionError):
+        check_axes(figure)
+
+
+def test_every_figure_of_the_room_is_drawn_here():
+    import inspect
+
+    drawn = "".join(inspect.getsource(draw) for draw in FIGURES.values())
+    assert [name for name in plots.__all__ if name.startswith("plot_") and f"plots.{name}(" not in drawn] == []
+
+
+@pytest.mark.parametrize("name", ["parts", "bytes_per_token", "families", "blocks"])
 def test_bars_start_at_zero(name):
     assert FIGURES[name]().axes[0].get_xlim()[0] == 0
 

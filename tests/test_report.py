@@ -12,6 +12,7 @@ import pytest
 
 from nemolab.errors import NemolabError, UsageError
 from nemolab.notebooks import find_notebooks, run_notebooks
+from nemolab.report import formatted
 
 
 def write_notebook(folder, name, *sources):
@@ -199,3 +200,12 @@ def test_a_slider_goes_through_all_lines(monkeypatch):
     assert (choice.options, choice.value, text.value) == (("1", "2"), "2", "two")
     choice.value = "1"
     assert text.value == "one &lt;b&gt;"
+
+
+def test_a_table_shows_the_undefined_as_a_dash_never_as_zero():
+    import pandas as pd
+
+    frame = pd.DataFrame({"name": ["a", "b"], "share": [0.5, None], "count": pd.Series([None, 3], dtype=object)})
+    shown = formatted(frame, {"share": "{:.0%}", "count": "{:,}"}, index="name")
+    assert shown.to_dict("index") == {"a": {"share": "50%", "count": "-"}, "b": {"share": "-", "count": "3"}}
+    assert formatted(frame[1:], {"share": "{:.0%}"})["share"].tolist() == ["-"], "nothing defined at all"
