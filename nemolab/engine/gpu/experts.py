@@ -91,7 +91,8 @@ class TokenExperts:
         told = self._told.numpy()
         for rank, row in enumerate(rows):
             up = down = self._memory.address_of(row)
-            if self._copied == "both" or not self._memory.is_seen(row):
+            seen = self._memory.is_seen(row)  # asked for all: a copy from memory that is not locked waits, too
+            if self._copied == "both" or not seen:
                 up = down = self._fill_slot(rank, up, 2 * self._up_bytes)
             elif self._copied == "up":
                 up = self._fill_slot(rank, up, self._up_bytes)

@@ -11,8 +11,9 @@ from nemolab.engine.gpu.state import state_bytes
 from nemolab.errors import EngineError
 from nemolab.units import show_bytes
 
-# Of a process that computes on a card, beside torch's tensors: the driver's context, kernels, the libraries' own.
-CONTEXT_BYTES = 512 * 2**20
+# Of a process that computes on a card, beside torch's tensors: the driver's context, kernels, the libraries' own. An
+# H200 had 686 MiB in use beside them.
+CONTEXT_BYTES = 768 * 2**20
 WORKSPACE_BYTES = 96 * 2**20  # a piece of a matrix in BF16, and what cuBLAS takes through torch
 LOGIT_ROWS = 256  # rows of logits on the card at once
 LONGEST_PASS, SHORTEST_PASS = 8192, 256  # tokens of a prompt that go through the layers at once
@@ -23,7 +24,7 @@ class CardPlan:
     """Bytes on a card.
 
     dense    weights that stay there; experts  slots of a token and a prompt's ring
-    state    of a conversation of `pass_tokens`; prompt  activations of a pass of so many; logits  of LOGIT_ROWS tokens
+    state    of a conversation of `pass_tokens`; prompt  activations of a pass of so many, or its logits if larger
     budget_bytes  all that may be taken, or None
     """
 
@@ -32,12 +33,11 @@ class CardPlan:
     experts_bytes: int
     state_bytes: int
     prompt_bytes: int
-    logits_bytes: int
     budget_bytes: int | None = None
 
     @property
     def total_bytes(self) -> int:
-        parts = (self.dense_bytes, self.experts_bytes, self.state_bytes, self.prompt_bytes, self.logits_bytes)
+        parts = (self.dense_bytes, self.experts_bytes, self.state_bytes, self.prompt_bytes)
         return sum(parts) + WORKSPACE_BYTES + CONTEXT_BYTES
 
     @property
@@ -52,7 +52,6 @@ class CardPlan:
             "experts_bytes": self.experts_bytes,
             "state_bytes": self.state_bytes,
             "prompt_bytes": self.prompt_bytes,
-            "logits_bytes": self.logits_bytes,
             "workspace_bytes": WORKSPACE_BYTES,
             "context_bytes": CONTEXT_BYTES,
             "planned_bytes": self.total_bytes,
@@ -80,7 +79,6 @@ def _plan(store, ring: int, tokens: int, budget_bytes: int | None) -> CardPlan:
         experts_bytes=(ring + config.top_k) * store.block_bytes,
         state_bytes=state_bytes(config, tokens),
         prompt_bytes=_prompt_bytes(config, store.expert_shape, tokens),
-        logits_bytes=2 * 4 * LOGIT_ROWS * config.vocab_size,
         budget_bytes=budget_bytes,
     )
 
@@ -118,14 +116,14 @@ def _prompt_bytes(config, expert_shape: tuple[int, int], tokens: int) -> int:
     mamba = 4 * piece * (6 * inner + 5 * conv_dim)
     attention = rounded + 3 * SCORES_BYTES + 12 * QUERY_ROWS * config.num_attention_heads * config.head_dim
     mlp = 6 * piece * (hidden + config.intermediate_size)
-    return stream + max(moe, mamba, attention, mlp)
+    logits = 4 * LOGIT_ROWS * config.vocab_size
+    return stream + max(moe, mamba, attention, mlp, logits)
 
 
 def _refusal(plan: CardPlan) -> str:
     shown = {name.removesuffix("_bytes").replace("_", " "): value for name, value in plan.to_dict().items()}
     parts = ", ".join(
-        f"{name} {show_bytes(shown[name])}"
-        for name in ("dense", "experts", "state", "prompt", "logits", "workspace", "context")
+        f"{name} {show_bytes(shown[name])}" for name in ("dense", "experts", "state", "prompt", "workspace", "context")
     )
     return (
         f"vram_gib allows {show_bytes(plan.budget_bytes)}, but this model takes {show_bytes(plan.total_bytes)} of a "
