@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemolab.errors import StoreError, TraceError
-from nemolab.units import PAGE_BYTES
+from nemolab.units import whole_pages
 
 if TYPE_CHECKING:
     from nemolab.trace import Trace
@@ -55,9 +55,7 @@ def read_model(path: str | Path) -> ModelFacts:
     from nemolab.plan import plan
 
     counted = plan(path)
-    blocks = {
-        layer: -(-group.expert_bytes // PAGE_BYTES) * PAGE_BYTES for group in counted.groups for layer in group.layers
-    }
+    blocks = {layer: whole_pages(group.expert_bytes) for group in counted.groups for layer in group.layers}
     if not blocks:
         raise TraceError(f"{path} has no MoE layers, so no trace can be of it")
     sizes = tuple(blocks[layer] for layer in sorted(blocks))
