@@ -10,6 +10,7 @@ from foreign_traces import SIZES, draw_routing, layer_lines, route_csv, routed_n
 from nemolab.errors import TraceError
 from nemolab.simulate import check_live, from_trace, replay
 from nemolab.trace import DECODE, PREFILL, Trace, TraceMeta, open_trace, write_trace
+from nemolab.trace.trace import TAKEN
 
 EXPERTS, WEIGHTS = draw_routing()
 
@@ -284,6 +285,7 @@ def test_what_comes_in_can_be_kept_as_our_own(save, form, tmp_path):
     trace = open_trace(save(CONTENTS[form]))
     write_trace(tmp_path / "ours", trace)
     back = open_trace(tmp_path / "ours")
+    assert trace.meta.taken.keys() <= TAKEN.keys()
     assert back.meta == trace.meta and list(back.arrays) == list(trace.arrays)
     assert all(np.array_equal(back.arrays[name], array) for name, array in trace.arrays.items())
 

@@ -10,7 +10,8 @@ from nemolab.engine.chat import Tokenizer
 from nemolab.engine.scripts import read_prompts
 from nemolab.simulate import check_live
 from nemolab.trace import DECODE, open_trace
-from nemolab.trace.trace import ARRAYS, META_FIELDS
+from nemolab.trace.synthetic import iid_trace, sticky_trace
+from nemolab.trace.trace import ARRAYS, META_FIELDS, TAKEN
 
 NAMES = ["english", "technical", "russian", "story", "mixed"]
 
@@ -52,6 +53,12 @@ def test_it_is_sampled_by_settings_that_it_tells(trace):
     assert taken["cache"]["slots"] == 96 and taken["cache"]["prefetch"] == 0 and taken["cache"]["policy"] == "lru"
 
 
+def test_how_traces_were_taken_is_said_in_known_words(trace):
+    """Those fed again and imported: test_cli_trace, test_import_forms."""
+    for each in (trace, iid_trace(2, 1, 4, 2), sticky_trace(2, 1, 4, 2)):
+        assert each.meta.taken.keys() <= TAKEN.keys()
+
+
 def count_cyrillic(text):
     return len(re.findall("[а-яё]", text.lower())) / len(re.findall(r"[^\W\d_]", text))
 
@@ -80,8 +87,16 @@ def test_its_live_misses_are_those_of_a_replay(trace):
     assert check.replayed[check.lookups.phase == DECODE].sum() == counted["decode"]["misses"]
 
 
-def test_the_readme_names_every_array_field_and_file(root_path, folder):
+def test_the_readme_names_every_array_field_and_file(root_path, folder, trace):
     section = (root_path / "data" / "README.md").read_text(encoding="utf-8").split("## `traces/`")[1].split("\n## ")[0]
-    for name in [*ARRAYS, *META_FIELDS, "format_version", "sha256", *(path.name for path in folder.iterdir())]:
+    for name in [
+        *ARRAYS,
+        *META_FIELDS,
+        *TAKEN,
+        *trace.meta.taken["cache"],
+        "format_version",
+        "sha256",
+        *(path.name for path in folder.iterdir()),
+    ]:
         assert f"`{name}`" in section, name
     assert sum(path.stat().st_size for path in folder.iterdir()) < 4e6
