@@ -130,6 +130,6 @@ def test_the_edits_reach_both_ends(path):
 def test_an_error_of_another_kind_would_be_seen(path, monkeypatch):
     from nemolab.trace.importers import token_jsonl
 
-    monkeypatch.setattr(token_jsonl, "read", lambda path, told: {}["a fault of ours"])
+    monkeypatch.setattr(token_jsonl, "read", lambda path, overrides: {}["a fault of ours"])
     with pytest.raises(KeyError):
         open_or_refuse(path, FORMS["tokens"])
