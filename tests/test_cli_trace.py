@@ -17,6 +17,7 @@ from nemolab.engine.scripts import Script, read_prompts, read_texts
 from nemolab.errors import EngineError, NemolabError, TraceError
 from nemolab.simulate import check_live, from_trace, replay
 from nemolab.trace import DECODE, PREFILL, read_trace, write_trace
+from nemolab.trace.trace import TAKEN
 
 
 def ask(*contents):
@@ -196,7 +197,10 @@ def test_a_trace_fed_again_at_another_size_misses_as_its_replay(three, tiny_path
     with Engine(tiny_path, **settings) as engine:
         fed = feed_again(engine, trace)
     assert fed.differing_rows == 0 and fed.note == ""
-    assert fed.trace.meta.taken["cache"]["slots"] == settings["ram_cache_slots"]
+    taken = fed.trace.meta.taken
+    assert (
+        taken["cache"]["slots"] == settings["ram_cache_slots"] and taken["fed_again"] and taken.keys() <= TAKEN.keys()
+    )
     same = {"meta": trace.meta, "live_misses": trace.live_misses}
     assert equal(replace(fed.trace, **same), trace), "all but the cache is as it was"
     wanted = replay(
@@ -236,7 +240,7 @@ HELLO = '[{"role": "user", "content": "Hello"}]\n'
 BAD_PROMPTS = {
     "is empty; one conversation a line was expected": "\n \n",
     "line 2: not JSON": HELLO + "hello\n",
-    "line 1: the line names 'role' twice; each name may occur once": '[{"role": "user", "role": "user", "content": "x"}]',
+    "line 2: the line names 'role' twice; each": HELLO + '[{"role": "user", "role": "tool", "content": "x"}]',
     "line 2: the line holds NaN, which JSON does not know": HELLO + '[{"role": "user", "content": NaN}]',
     r"line 1: fields \['content', 'role'\]; messages": '{"role": "user", "content": "Hello"}\n',
     "line 2: str found; a list of messages": HELLO + '"Hello"\n',

@@ -12,14 +12,13 @@ from nemolab.checkpoint import Checkpoint
 from nemolab.compare.reference import Reference
 from nemolab.engine import Engine
 from nemolab.errors import TraceError
-from nemolab.trace import DECODE, PREFILL, Recorder, TraceMeta, count_guesses, recorder
+from nemolab.trace import DECODE, GUESSES, PREFILL, Recorder, TraceMeta, count_guesses, recorder
 
 # Four MoE layers, so that one of them is guessed three layers before.
 SIZES = {"pattern": "ME*EMEE", "experts": 12, "top_k": 3, "inter": 48, "latent": 48, "hidden": 48, "shared_inter": 32}
 MOE_LAYERS = (1, 3, 5, 6)
 IDS = [int(i) for i in torch.randint(32, 280, (14,), generator=torch.Generator().manual_seed(3))]
 PROMPT = 5
-AHEAD = {1: "guesses", 2: "guesses_2", 3: "guesses_3"}
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +90,7 @@ def test_choices_and_weights_are_the_routers(trace, reference):
 
 @pytest.mark.parametrize("ahead", [1, 2, 3])
 def test_guesses_are_the_later_routers_on_this_layers_input(trace, reference, ahead):
-    found = getattr(trace, AHEAD[ahead])
+    found = getattr(trace, GUESSES[ahead])
     assert found.shape == (len(IDS), 4, 8) and (found[:, :ahead] == -1).all()
     for layer in range(4 - ahead):
         wanted, _ = choose(reference, layer + ahead, reference.h[layer], 8)

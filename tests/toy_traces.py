@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from nemolab.trace import Trace, TraceMeta
+from nemolab.trace import GUESSES, Trace, TraceMeta
 
 A, B, C, D = range(4)
 KNOWN = (A, B, C, A, B, D, A, B, C)  # with 2 slots: LRU misses 9, the optimum 7, or 5 where a miss may pass by
@@ -37,7 +37,7 @@ def draw_trace(seed=0, *, n_tokens=60, n_layers=3, n_experts=12, top_k=2, n_gues
     shared = min(top_k, n_guesses)
     guesses[:, :, :shared][right] = experts[:, :, :shared][right]
     later = {}
-    for name, ahead in (("guesses", 1), ("guesses_2", 2), ("guesses_3", 3)):
+    for ahead, name in GUESSES.items():
         later[name] = guesses.copy()
         later[name][:, :ahead] = -1
     conversation = np.sort(np.arange(n_tokens) % talks)

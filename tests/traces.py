@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nemolab.trace import DECODE, PREFILL, Trace, TraceMeta
+from nemolab.trace import DECODE, GUESSES, PREFILL, Trace, TraceMeta
 
 OPTIONAL = (
     "weights",
@@ -21,7 +21,7 @@ OPTIONAL = (
 )
 
 
-def make_trace(
+def make_full_trace(
     *,
     prompt: int = 3,
     decode: int = 4,
@@ -37,12 +37,11 @@ def make_trace(
     tokens = one * conversations
     ids = np.argsort(rng.random((tokens, layers, experts)), axis=-1)
     n = min(experts, max(8, top_k))
-    guesses = {1: "guesses", 2: "guesses_2", 3: "guesses_3"}
     arrays = {
         name: np.argsort(rng.random((tokens, layers, experts)), axis=-1)[..., :n].astype(np.int16)
-        for name in guesses.values()
+        for name in GUESSES.values()
     }
-    for ahead, name in guesses.items():
+    for ahead, name in GUESSES.items():
         arrays[name][:, :ahead] = -1
     step_of_one = np.concatenate([np.zeros(prompt, int), np.arange(1, decode + 1)])
     step = np.concatenate([number * (decode + 1) + step_of_one for number in range(conversations)])
