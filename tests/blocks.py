@@ -1,4 +1,4 @@
-"""Random blocks behind what a cache needs of a store; readers that wait, are slow or fail; interrupts at any line."""
+"""Random blocks behind what a cache needs of a store; reads that wait, free rows poisoned, interrupts at any line."""
 
 import contextlib
 import itertools
@@ -8,9 +8,11 @@ import types
 
 import numpy as np
 
+from nemolab.policy import POLICIES
 from nemolab.store.reader import BlockReader
 
 BLOCK = 4096
+ONLINE = [name for name, policy in POLICIES.items() if not policy.future]  # those that an engine can run
 LAYERS, EXPERTS, TOP_K = 3, 40, 4
 
 
@@ -49,6 +51,19 @@ class Gate:
             assert self._open[block].wait(20), "nobody let this read through"
         self._read(block, buffer)
         self.ended.append(block)
+
+
+def poison(cache):
+    """Fill rows with 0x7F when they are free: whoever still uses one shows."""
+    vacate = cache._vacate
+
+    def vacate_and_poison(victims, phase):
+        before = len(cache._free_rows)
+        vacate(victims, phase)
+        for row in cache._free_rows[before:]:
+            cache.arena[row].fill(0x7F)
+
+    cache._vacate = vacate_and_poison
 
 
 @contextlib.contextmanager

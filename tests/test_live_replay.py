@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from blocks import ONLINE, poison
 from faults import run_cli
 from live import COUNTS, count_batches, watch
 from stores import quiet
@@ -15,11 +16,9 @@ from nemolab.engine import Engine
 from nemolab.engine import engine as engine_module
 from nemolab.engine.guesser import Guesser
 from nemolab.errors import EngineError, StoreError, TraceError
-from nemolab.policy import POLICIES
 from nemolab.simulate import check_live, from_trace
 from nemolab.store import Store, repack
 
-ONLINE = [name for name, policy in POLICIES.items() if not policy.future]
 # Two MoE layers side by side, twelve experts of an odd size in groups, no latent projection.
 ODD = {
     "pattern": "EME*EE", "experts": 12, "top_k": 3, "latent": None, "hidden": 80, "inter": 48, "shared_inter": 32,
@@ -208,19 +207,14 @@ def test_a_slow_disk_and_poisoned_rows_change_no_bit(odd, plain):
     for slots, prefetch in ((3, 4), (4, 4), (9, REACHABLE)):
         with Engine(None, store=odd, ram_cache_slots=slots, prefetch=prefetch, reader_threads=3) as engine:
             cache = engine._cache
-            read, vacate = cache.reader.read_into, cache._vacate
+            read = cache.reader.read_into
+            poison(cache)
 
             def read_slowly(block, buffer, read=read):
                 time.sleep(0.0005 * (block % 4))
                 read(block, buffer)
 
-            def vacate_and_poison(victims, phase, cache=cache, vacate=vacate):
-                before = len(cache._free_rows)
-                vacate(victims, phase)
-                for row in cache._free_rows[before:]:
-                    cache.arena[row].fill(0x7F)
-
-            cache.reader.read_into, cache._vacate = read_slowly, vacate_and_poison
+            cache.reader.read_into = read_slowly
             assert torch.equal(hold_conversations(engine), plain[odd.path])
             late = engine.stats()["decode"]["prefetch_late"]
         assert slots == 3 or late > 0

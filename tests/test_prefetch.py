@@ -1,5 +1,6 @@
 """Reading ahead: nothing in use is overwritten, nothing unread is used, every block is accounted for."""
 
+import contextlib
 import os
 import threading
 import time
@@ -7,19 +8,18 @@ import types
 
 import numpy as np
 import pytest
-from blocks import BLOCK, EXPERTS, LAYERS, TOP_K, Gate, interrupt_after, random_blocks, write_store
+from blocks import BLOCK, EXPERTS, LAYERS, ONLINE, TOP_K, Gate, interrupt_after, poison, random_blocks, write_store
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemolab.errors import StoreError
 from nemolab.policy import POLICIES, Cache
 from nemolab.policy import cache as policy_module
+from nemolab.policy.core import SPARED
 from nemolab.store import cache as cache_module
 from nemolab.store import read_ahead as read_ahead_module
 from nemolab.store.cache import ExpertCache
 from nemolab.store.read_ahead import ReadAhead
-
-ONLINE = [name for name, policy in POLICIES.items() if not policy.future]
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_the_row_of_an_evicted_block_in_flight_is_used_again_only_when_its_read_
 
 def test_the_row_of_an_evicted_block_can_fail(store, data, monkeypatch):
     """Without the wait the late read lands on top of another block."""
-    monkeypatch.setattr(ReadAhead, "drop", lambda self, keys: [self._flights.pop(key) and () for key in keys[:0]])
+    monkeypatch.setattr(ReadAhead, "drop", lambda self, keys: [])
     with ExpertCache(store, slots=5) as cache:
         gate = Gate(cache, held=[EXPERTS + 9])
         thread, got = evict_in_flight(cache, gate)
@@ -122,8 +122,9 @@ def test_the_row_of_an_evicted_block_can_fail(store, data, monkeypatch):
         assert not np.array_equal(cache.arena[rows], data[2 * EXPERTS + np.arange(5)])
 
 
-def fail_reads_of(monkeypatch, *blocks):
-    """Reads of these blocks fail until undone."""
+@contextlib.contextmanager
+def failing_reads_of(*blocks):
+    """Reads of these blocks fail."""
     real = os.preadv
 
     def preadv(descriptor, buffers, offset):
@@ -131,17 +132,14 @@ def fail_reads_of(monkeypatch, *blocks):
             raise OSError(5, "Input/output error")
         return real(descriptor, buffers, offset)
 
-    patch = pytest.MonkeyPatch()
-    patch.setattr(os, "preadv", preadv)
-    return patch
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "preadv", preadv)
+        yield
 
 
-def test_a_failed_prefetch_is_no_failure_until_its_block_is_asked_for_and_is_then_read_again(
-    store, data, monkeypatch, capsys
-):
+def test_a_failed_prefetch_is_no_failure_until_its_block_is_asked_for_and_is_then_read_again(store, data, capsys):
     with ExpertCache(store, slots=20) as cache:
-        patch = fail_reads_of(monkeypatch, EXPERTS + 5)
-        try:
+        with failing_reads_of(EXPERTS + 5):
             cache.prefetch(1, [5, 6])
             assert np.array_equal(cache.lookup(1, [6])[0], data[EXPERTS + 6])
             assert cache.stats()["decode"]["reads"] == 1, "a read that failed is none"
@@ -150,8 +148,6 @@ def test_a_failed_prefetch_is_no_failure_until_its_block_is_asked_for_and_is_the
             assert np.array_equal(cache.lookup(1, [6])[0], data[EXPERTS + 6])
             cache.prefetch(1, [5])
             cache.stats()  # it has failed by now
-        finally:
-            patch.undo()
         assert np.array_equal(cache.lookup(1, [5])[0], data[EXPERTS + 5])
         counts = cache.stats()["decode"]
         assert (counts["prefetch_issued"], counts["prefetch_useful"], counts["prefetch_wasted"]) == (3, 2, 1)
@@ -175,15 +171,12 @@ def test_a_prompt_pass_waits_for_blocks_in_flight_and_counts_them_as_used(store,
         assert cache.stats()["decode"]["hits"] == 1 and cache.stats()["decode"]["prefetch_useful"] == 0
 
 
-def test_a_failed_prefetch_is_read_again_for_a_prompt(store, data, monkeypatch):
+def test_a_failed_prefetch_is_read_again_for_a_prompt(store, data):
     with ExpertCache(store, slots=20, ring=4) as cache:
-        patch = fail_reads_of(monkeypatch, 7)
-        try:
+        with failing_reads_of(7):
             cache.prefetch(0, [7])
             with pytest.raises(StoreError, match=f"offset {7 * BLOCK}"):
                 list(cache.stream(0, [7]))
-        finally:
-            patch.undo()
         [[(expert, view)]] = list(cache.stream(0, [7]))
         assert expert == 7 and np.array_equal(view, data[7])
 
@@ -293,19 +286,6 @@ def test_what_stays_is_what_the_policy_decides_alone(store, data, name):
         check_books(cache, data)
 
 
-def poison(cache):
-    """Fill rows with 0x7F when they are free: whoever still uses one shows."""
-    vacate = cache._vacate
-
-    def vacate_and_poison(victims, phase):
-        before = len(cache._free_rows)
-        vacate(victims, phase)
-        for row in cache._free_rows[before:]:
-            cache.arena[row].fill(0x7F)
-
-    cache._vacate = vacate_and_poison
-
-
 @settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
@@ -358,7 +338,7 @@ def test_any_schedule_can_fail(store, data):
     with ExpertCache(store, slots=TOP_K + 1) as cache:
         poison(cache)
         views = cache.lookup(0, [0, 1, 2, 3])
-        cache._decisions._core.numbers[3] = 0  # SPARED: as if nothing of the batch were in use
+        cache._decisions._core.numbers[SPARED] = 0  # as if nothing of the batch were in use
         cache.prefetch(1, [0, 1, 2, 3])
         cache.stats()
         assert not np.array_equal(np.stack(views), data[:4])
