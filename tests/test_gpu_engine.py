@@ -1,14 +1,21 @@
 """The engine of a card against the CPU's: by its operators' twins, in Triton's interpreter, on a card where one is."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from synthetic import one_thread, write_checkpoint
 from triton_interpreter import INTERPRETED, on_both
 
+from nemolab.checkpoint.formats import matrix_bytes
 from nemolab.engine import Engine
+from nemolab.engine.gpu.plan import card_dense_bytes, plan_card
 from nemolab.errors import EngineError
 from nemolab.simulate import check_live
+from nemolab.store.layout import BlockLayout
+from nemolab.synthetic.shapes import make_form
+from nemolab.synthetic.tensors import list_linears
 
 IDS = [int(i) for i in torch.randint(32, 280, (40,), generator=torch.Generator().manual_seed(0))]
 SMALL = {"pattern": "ME*E-", "experts": 12, "inter": 80, "latent": 48, "hidden": 64, "shared_inter": 32, "top_k": 3}
@@ -211,10 +218,26 @@ def test_chat_runs_and_reports(small_path):
 
 
 def test_the_plan_knows_the_dense_weights(small_path):
-    from nemolab.engine.gpu.plan import card_dense_bytes
-
     with open_engine(small_path) as engine:
         assert engine._model.nbytes == pytest.approx(card_dense_bytes(engine.store), rel=0.05)
+
+
+def test_the_large_model_fits_a_card_of_8_gib():
+    """By arithmetic alone: with short passes of a prompt. How much whole prompts of 8,192 tokens lack is known, too."""
+    form = make_form("super35")
+    dense = {
+        name: SimpleNamespace(nbytes=matrix_bytes(*shape, format), shape=shape, format=format)
+        for name, shape, format in list_linears(form)
+        if ".experts." not in name and not name.startswith("mtp")
+    }
+    config = form.config
+    layout = BlockLayout("neuron", config.expert_inter, config.expert_in)
+    store = SimpleNamespace(
+        config=config, dense=dense, block_bytes=layout.block_bytes, expert_shape=(layout.expert_inter, layout.expert_in)
+    )
+    plan = plan_card(store, 32, 8 * 2**30)
+    assert plan.pass_tokens >= 256 and plan.total_bytes <= 8 * 2**30
+    assert 8 * 2**30 < plan_card(store, 32, None).total_bytes < 9 * 2**30
 
 
 def test_a_budget_too_small_is_refused_with_numbers(small_path):
@@ -240,6 +263,16 @@ def test_memory_used_up_in_a_pass_is_an_error_of_ours(small_path, monkeypatch):
             engine.step(IDS[0], state)
 
 
+def test_a_limit_is_lifted_also_where_opening_fails(small_path, monkeypatch):
+    from nemolab.engine.gpu.device import StandIn
+
+    limits = []
+    monkeypatch.setattr(StandIn, "set_limit", lambda _, nbytes: limits.append(nbytes))
+    with pytest.raises(EngineError, match="layout"):
+        open_engine(small_path, vram_gib=2, layout="source")
+    assert len(limits) == 2 and limits[0] < 2 * 2**30 and limits[1] is None
+
+
 @pytest.mark.gpu
 def test_a_budget_holds_on_a_card(small_path):
     with open_engine(small_path, "cuda", vram_gib=2):
@@ -249,8 +282,6 @@ def test_a_budget_holds_on_a_card(small_path):
 
 
 def test_a_smaller_budget_shortens_the_passes(small_path):
-    from nemolab.engine.gpu.plan import plan_card
-
     with open_engine(small_path) as engine:
         ample = plan_card(engine.store, 12, None)
         tight = plan_card(engine.store, 12, ample.total_bytes - 1)

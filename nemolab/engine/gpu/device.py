@@ -36,7 +36,7 @@ class Card:
 
     def copy(self, to: int, source: int, nbytes: int) -> None:
         """Queue a copy between two addresses, each the card's or this process's, on the current stream."""
-        self.locker.copy(to, source, nbytes, torch.cuda.current_stream().cuda_stream)
+        self.locker.copy(to, source, nbytes, torch.cuda.current_stream(self.torch_device).cuda_stream)
 
     def wait(self) -> None:
         """Until everything queued is done."""

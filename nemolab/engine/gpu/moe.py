@@ -39,7 +39,7 @@ class Choice:
         """Wait for the card: ids by rank, then guesses by rank. Valid until the next call."""
         self._here.copy_(self._there, non_blocking=True)
         if self._device.torch_device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+            torch.cuda.current_stream(self._device.torch_device).synchronize()
         return self._here.numpy()
 
 
@@ -61,7 +61,7 @@ class MoeLayer:
         self._gate_name = f"{name}.mixer.gate"
         self.scales_2 = torch.from_numpy(np.ascontiguousarray(store.globals[ordinal])).to(device)
         self.norm = Norm(weights, f"{name}.norm.weight", hidden, config.layer_norm_epsilon)
-        self.card_gate = weights.matrix(self._gate_name, config.n_experts, hidden, float32=True)
+        self.card_gate = weights.matrix(self._gate_name, config.n_experts, hidden, decoded=True)
         self.card_bias = weights.vector(f"{self._gate_name}.e_score_correction_bias", config.n_experts)
         self.limits = (config.n_group, config.topk_group)
         self.routing = (config.top_k, *self.limits, config.norm_topk_prob, config.routed_scaling_factor)

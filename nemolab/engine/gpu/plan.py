@@ -8,6 +8,7 @@ from nemolab.engine.attention import QUERY_ROWS, SCORES_BYTES
 from nemolab.engine.gpu.layers import PIECE_TOKENS
 from nemolab.engine.gpu.moe import most_pairs
 from nemolab.engine.gpu.state import state_bytes
+from nemolab.engine.gpu.weights import QUANTISED
 from nemolab.errors import EngineError
 from nemolab.units import show_bytes
 
@@ -89,12 +90,12 @@ def host_dense_bytes(store) -> int:
 
 
 def card_dense_bytes(store) -> int:
-    """Of dense weights on the card: all but the embeddings (a head of its own is there), routers in float32."""
+    """Of dense weights on the card: all but the embeddings (a head of its own is there), as stored but for routers."""
     total = sum(module.nbytes for module in store.dense.values())
     if "lm_head" in store.dense:
         total -= host_dense_bytes(store)
     for name, module in store.dense.items():
-        if name.endswith(".mixer.gate"):
+        if name.endswith(".mixer.gate") and module.format in QUANTISED:
             total += 4 * module.shape[0] * module.shape[1] - module.nbytes
     return total
 

@@ -31,7 +31,8 @@ class CardSide:
         self.plan = plan_card(store, min(RING, store.n_experts), budget_bytes or total_bytes)
         self.pass_tokens, self.dense_bytes = self.plan.pass_tokens, host_dense_bytes(store)
         self._model: CardModel | None = None
-        if budget_bytes is not None:
+        self._limited = budget_bytes is not None
+        if self._limited:
             self.device.set_limit(self.plan.limit_bytes)
 
     def make_model(self, cache: ExpertCache, team, prefetch: int) -> CardModel:
@@ -49,6 +50,8 @@ class CardSide:
         if model is not None:
             model.close()
             del model
+        if self._limited:
+            self._limited = False
             self.device.set_limit(None)
 
 

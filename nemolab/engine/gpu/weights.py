@@ -7,6 +7,8 @@ import torch
 from nemolab.engine import weights as host
 from nemolab.kernels.matvec import PLAIN, pack
 
+QUANTISED = ("fp8", "nvfp4")
+
 
 class Matrix:
     """A linear map [rows, columns] on a device, as the checkpoint stores it."""
@@ -28,8 +30,8 @@ class Matrix:
         return y
 
     def apply_float32(self, x: torch.Tensor) -> torch.Tensor:
-        """As `apply`, nothing rounded, for a matrix kept in float32: x float32 [tokens, columns]."""
-        return x @ self.packed.keep[0].T
+        """As `apply`, nothing rounded, for a small matrix that is not quantised: x float32 [tokens, columns]."""
+        return x @ self.packed.keep[0].float().T
 
 
 class CardWeights:
@@ -40,10 +42,10 @@ class CardWeights:
         self.nbytes = 0
         self.has_module = stored.has_module
 
-    def matrix(self, name: str, rows: int, columns: int, *, float32: bool = False) -> Matrix:
-        """The linear module `name`, as `DenseWeights.matrix` checks it; float32: decoded, for small ones."""
+    def matrix(self, name: str, rows: int, columns: int, *, decoded: bool = False) -> Matrix:
+        """The linear module `name`, as `DenseWeights.matrix` checks it; decoded: in float32, should it be quantised."""
         stored = self.stored.matrix(name, rows, columns)
-        return self.put(stored.in_float32() if float32 else stored)
+        return self.put(stored.in_float32() if decoded and stored.format in QUANTISED else stored)
 
     def put(self, stored: host.Matrix) -> Matrix:
         """One that was read already."""
