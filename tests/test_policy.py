@@ -5,11 +5,12 @@ import pytest
 from cache_twins import TWINS
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_lookups import from_batches
 
 from nemolab.policy import POLICIES, Cache
 from nemolab.policy.core import FIRST, MISSED, USEFUL
-from nemolab.simulate.lookups import DECODE, PREFILL, from_batches
 from nemolab.simulate.replay import replay
+from nemolab.trace import DECODE, PREFILL
 
 KEYS = 12
 batches = st.lists(st.lists(st.integers(0, KEYS - 1), min_size=1, max_size=6), max_size=60)

@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_lookups import from_batches
 
 from nemolab.errors import TraceError
 from nemolab.simulate import curve as module
 from nemolab.simulate.curve import NEVER, lru_curve, lru_distances
-from nemolab.simulate.lookups import DECODE, PREFILL, from_batches
 from nemolab.simulate.replay import replay
+from nemolab.trace import DECODE, PREFILL
 
 KEYS = 10
 batches = st.lists(st.lists(st.integers(0, KEYS - 1), min_size=1, max_size=5), max_size=40)

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from small_lookups import from_batches
 
 from nemolab.errors import TraceError
 from nemolab.simulate import measures
-from nemolab.simulate.lookups import from_batches
 from nemolab.simulate.measures import (
     count_usage,
     entropy_bits,

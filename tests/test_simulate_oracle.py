@@ -10,8 +10,9 @@ import importlib.util
 
 import numpy as np
 import pytest
+from small_lookups import from_batches
 
-from nemolab.simulate import from_batches, replay
+from nemolab.simulate import replay
 
 KEYS, LOOKUPS = 400, 6000
 EXPONENTS, SLOTS = (0.6, 1.0), (20, 40, 100, 200)

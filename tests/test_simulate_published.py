@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nemolab.simulate import floor, measures
+from nemolab.simulate import DECODE, PREFILL, floor, from_trace, measures
 from nemolab.simulate.curve import lru_curve
-from nemolab.simulate.lookups import DECODE, PREFILL, from_trace
 from nemolab.simulate.replay import replay
 from nemolab.trace import open_trace
 

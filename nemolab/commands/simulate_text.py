@@ -8,6 +8,7 @@ from nemolab.commands.verb import table
 from nemolab.units import show_bytes
 
 MOST_CURVE_ROWS = 16
+GUESS_COLUMNS = ("right", "covered", "perfect", "shuffled")
 
 
 def render(data: dict[str, Any]) -> str:
@@ -87,9 +88,9 @@ def _advice(data: dict[str, Any]) -> str:
     for gap in data["gaps"]:
         ahead = f", prefetch {gap['prefetch']}" if gap["prefetch"] else ""
         lines.append(
-            f"at {show_size(gap)}{ahead}: LRU {_percent(gap['lru'])} %, {gap['optimum']} "
-            f"{_percent(gap['optimum_hit_rate'])} %; of all lookups {_percent(gap['policy'])} % miss by the policy, "
-            f"{_percent(gap['size'])} % by the size, {_percent(gap['compulsory'])} % are first ones"
+            f"at {show_size(gap)}{ahead}: LRU {_percent(gap['lru_hit_rate'])} %, {gap['optimum']} "
+            f"{_percent(gap['optimum_hit_rate'])} %; of all lookups {_percent(gap['policy_share'])} % miss by the "
+            f"policy, {_percent(gap['size_share'])} % by the size, {_percent(gap['compulsory_share'])} % are first ones"
         )
     return "\n".join([f"LRU without prefetch, {data['curve_phase']}, {_start(data)}", *lines])
 
@@ -136,9 +137,6 @@ def _measures(found: dict[str, Any]) -> str:
     if not found["guesses"]:
         parts.append("no guesses in this trace")
     return "\n\n".join(parts)
-
-
-GUESS_COLUMNS = ("right", "covered", "perfect", "shuffled")
 
 
 def _live(live: dict[str, Any]) -> str:

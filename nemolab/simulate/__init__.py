@@ -10,22 +10,24 @@ advice      cliff, knee, and what a better policy could gain
 notes       what must be read beside a hit rate
 model       whose trace it is, and how large its blocks are
 live        the misses an engine recorded against those of a replay
+independence   whether a routing repeats more than chance
 measures    how concentrated, repetitive and predictable a routing is; summary: all of them of one trace
 
-Exact and offline: no files, no clocks. The decisions are those of `nemolab.policy`, which the engine runs too.
+Exact and offline. Only `model` opens files. The decisions are those of `nemolab.policy`, which the engine runs too.
 """
 
-from nemolab.simulate.advice import Advice, advise, find_gaps, list_points, main_curve
+from nemolab.simulate.advice import Advice, advise, find_gaps, list_points, main_curve, point_at
 from nemolab.simulate.asked import read_budgets, read_policies, read_prefetches
 from nemolab.simulate.curve import Curve, lru_curve
 from nemolab.simulate.floor import lru_floor, token_cycle, warn_below_floor
 from nemolab.simulate.live import LiveCheck, check_live
-from nemolab.simulate.lookups import DECODE, PREFILL, Lookups, from_batches, from_routing, from_trace
+from nemolab.simulate.lookups import Lookups, from_routing, from_trace
 from nemolab.simulate.model import join_model
 from nemolab.simulate.notes import list_notes
 from nemolab.simulate.replay import POLICY_NAMES, Replay, replay
 from nemolab.simulate.summary import list_facts, measure_trace
 from nemolab.simulate.sweep import DEFAULT_POLICIES, DEFAULT_SHARES, default_budgets, sweep
+from nemolab.trace import DECODE, PREFILL
 
 __all__ = [
     "DECODE",
@@ -42,7 +44,6 @@ __all__ = [
     "check_live",
     "default_budgets",
     "find_gaps",
-    "from_batches",
     "from_routing",
     "from_trace",
     "join_model",
@@ -53,6 +54,7 @@ __all__ = [
     "lru_floor",
     "main_curve",
     "measure_trace",
+    "point_at",
     "read_budgets",
     "read_policies",
     "read_prefetches",

@@ -12,7 +12,9 @@ import numpy as np
 
 from nemolab.simulate.curve import Curve, lru_curve
 from nemolab.simulate.floor import lru_floor, token_cycle
-from nemolab.simulate.lookups import DECODE, Lookups
+from nemolab.simulate.lookups import Lookups
+from nemolab.simulate.replay import BOTH
+from nemolab.trace import DECODE, PHASES
 
 LEAST_BULGE = 0.1  # a curve this near to its chord, as a share of its height, has no knee worth a name
 OPTIMA = ("belady", "belady-bypass")
@@ -57,7 +59,7 @@ def main_curve(lookups: Lookups, *, cold: bool = False) -> tuple[str, Curve]:
     """
     phase = DECODE if (lookups.phase == DECODE).any() else None
     curve = lru_curve(lookups, phase=phase, in_slots=lookups.size_bytes is None, cold=cold)
-    return ("all" if phase is None else "decode"), curve
+    return (BOTH if phase is None else PHASES[phase]), curve
 
 
 def advise(lookups: Lookups, curve: Curve) -> Advice:
@@ -92,8 +94,8 @@ def list_points(lookups: Lookups, curve: Curve) -> list[dict]:
 def find_gaps(rows: Sequence[dict], phase: str) -> list[dict]:
     """What Belady's optimum hits beyond an LRU, at each budget and prefetch depth that both were asked for.
 
-    Of the misses of an LRU, `compulsory` are first lookups, `policy` are those that the optimum avoids, `size` are the
-    rest: only a larger cache avoids them. Shares of all lookups.
+    Of the misses of an LRU, `compulsory_share` are first lookups, `policy_share` those that the optimum avoids,
+    `size_share` the rest: only a larger cache avoids them. Shares of all lookups.
     """
     found = {}
     for row in rows:
@@ -110,12 +112,12 @@ def find_gaps(rows: Sequence[dict], phase: str) -> list[dict]:
                 "budget_bytes": budget_bytes,
                 "slots": slots,
                 "prefetch": depth,
-                "lru": lru["hit_rate"],
+                "lru_hit_rate": lru["hit_rate"],
                 "optimum": best["policy"],
                 "optimum_hit_rate": best["hit_rate"],
-                "compulsory": best["compulsory"] / best["lookups"],
-                "policy": best["hit_rate"] - lru["hit_rate"],
-                "size": best["capacity"] / best["lookups"],
+                "compulsory_share": best["compulsory"] / best["lookups"],
+                "policy_share": best["hit_rate"] - lru["hit_rate"],
+                "size_share": best["capacity"] / best["lookups"],
             }
         )
     return gaps

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from nemolab.simulate.lookups import DECODE, Lookups
+from nemolab.simulate.lookups import Lookups
+from nemolab.trace import DECODE
 
 
 def lru_floor(lookups: Lookups) -> tuple[int, int | None]:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nemolab.errors import TraceError, UsageError
-from nemolab.simulate.lookups import PREFILL, Lookups, from_trace
+from nemolab.simulate.lookups import Lookups, from_trace
 from nemolab.simulate.replay import replay
+from nemolab.trace import PHASES
 
 if TYPE_CHECKING:
     from nemolab.trace import Trace
@@ -50,7 +51,7 @@ class LiveCheck:
             "conversation": int(lookups.conversation[batch]),
             "step": int(lookups.step[batch]),
             "layer": int(lookups.layer[batch]),
-            "phase": "prefill" if lookups.phase[batch] == PREFILL else "decode",
+            "phase": PHASES[lookups.phase[batch]],
             "live": int(self.live[batch]),
             "replay": int(self.replayed[batch]),
         }

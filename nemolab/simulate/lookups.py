@@ -14,11 +14,11 @@ import numpy as np
 
 from nemolab.errors import TraceError
 from nemolab.jit import jit
+from nemolab.trace import DECODE, PREFILL
+from nemolab.trace.trace import check_range, check_steps
 
 if TYPE_CHECKING:
     from nemolab.trace import Trace
-
-PREFILL, DECODE = 0, 1
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,6 @@ class Lookups:
         low, high = self.starts[first], self.starts[last]
         return self._cut(slice(first, last), self.keys[low:high], self.starts[first : last + 1] - low)
 
-    def of_layer(self, layer: int) -> Lookups:
-        """The batches of one layer."""
-        return self.take(np.flatnonzero(self.layer == layer))[0]
-
     def take(self, batches: np.ndarray) -> tuple[Lookups, np.ndarray]:
         """These batches in this order, and where their lookups stand here."""
         counts = np.diff(self.starts)[batches]
@@ -128,52 +124,29 @@ def from_routing(
             f"experts of shape {experts.shape} and type {experts.dtype}; (tokens, layers, top_k) integers are needed"
         )
     n_tokens, n_layers, top_k = experts.shape
-    _check_range("experts", experts, n_experts)
     phase = _by_token("phase", phase, n_tokens, DECODE)
-    if not np.isin(phase, (PREFILL, DECODE)).all():
-        raise TraceError(f"phase holds {phase.min()} to {phase.max()}; 0 is prefill, 1 is decode")
     conversation = _by_token("conversation", conversation, n_tokens, 0)
     step = _find_steps(phase, conversation) if step is None else _by_token("step", step, n_tokens, 0)
-    if np.any(np.diff(step) < 0):
-        token = int(np.flatnonzero(np.diff(step) < 0)[0]) + 1
-        raise TraceError(
-            f"step falls from {step[token - 1]} to {step[token]} at token {token}; steps are needed in order"
-        )
-    mixed = (np.diff(step) == 0) & ((np.diff(phase) != 0) | (np.diff(conversation) != 0))
-    if mixed.any():
-        raise TraceError(f"step {step[np.flatnonzero(mixed)[0]]} mixes phases or conversations")
+    _check_ids("experts", experts, n_experts)
+    check_range("phase", phase, PREFILL, DECODE, f"phases {PREFILL} (prefill) and {DECODE} (decode)")
+    check_steps(step, phase, conversation)
 
-    # Lookups come token by token; batches want them step by step, layer by layer. A stable sort keeps tokens and ranks.
-    batch_number = (np.repeat(_number(step), n_layers) * n_layers + np.tile(np.arange(n_layers), n_tokens)).astype(
-        np.int64
-    )
-    keys = (experts + (np.arange(n_layers, dtype=np.int64) * n_experts)[None, :, None]).reshape(-1, top_k)
-    present = (experts >= 0).reshape(-1, top_k)
-    order = np.argsort(batch_number, kind="stable") if np.any(np.diff(step) == 0) else slice(None)
-    row_batch, keys, present = batch_number[order], keys[order], present[order]
-    row_token = np.repeat(np.arange(n_tokens), n_layers)[order]
-    lookup_batch = np.repeat(row_batch, top_k)[present.reshape(-1)]
-    keys = keys.reshape(-1)[present.reshape(-1)].astype(np.int32)
-    kept = np.ones(len(keys), bool)
-    _keep_last(keys, lookup_batch, kept, np.full(n_layers * n_experts, -1, np.int64))
-    keys, lookup_batch = keys[kept], lookup_batch[kept]
-
+    step_number = _number(step)
+    batch_of = step_number[:, None] * n_layers + np.arange(n_layers)
+    keys, lookup_batch = _list_lookups(experts, batch_of, n_experts)
+    # Where no token of a step reached a layer there is no batch: its number is left out.
     numbers, firsts = np.unique(lookup_batch, return_index=True)
-    starts = np.append(firsts, len(keys)).astype(np.int64)
-    saw_token = present.any(axis=1)
-    tokens = np.bincount(row_batch[saw_token], minlength=int(row_batch[-1]) + 1 if n_tokens else 0)
-    alone = _stand_alone(step)
-    a_row = np.searchsorted(row_batch, numbers)  # any row of the batch knows its step
-    token = row_token[a_row]
+    layer = numbers % n_layers
+    first_token = np.searchsorted(step_number, numbers // n_layers)
     return Lookups(
         keys=keys,
-        starts=starts,
-        layer=(numbers % n_layers).astype(np.int32),
-        step=step[token].astype(np.int64),
-        phase=phase[token].astype(np.uint8),
-        conversation=conversation[token].astype(np.int32),
-        tokens=tokens[numbers].astype(np.int32),
-        guesses=_arrange_guesses(guesses, experts.shape, n_experts, token, numbers % n_layers, alone[token]),
+        starts=np.append(firsts, len(keys)).astype(np.int64),
+        layer=layer.astype(np.int32),
+        step=step[first_token],
+        phase=phase[first_token].astype(np.uint8),
+        conversation=conversation[first_token].astype(np.int32),
+        tokens=np.bincount(batch_of[(experts >= 0).any(axis=2)])[numbers].astype(np.int32),
+        guesses=_arrange_guesses(guesses, experts.shape, n_experts, first_token, layer, _stand_alone(step)),
         size_bytes=_spread_sizes(layer_bytes, n_layers, n_experts),
         n_layers=n_layers,
         n_experts=n_experts,
@@ -199,59 +172,28 @@ def from_trace(trace: Trace, *, prefill_warms: bool | None = None) -> Lookups:
     )
 
 
-def from_batches(
-    batches: Sequence[Sequence[int]],
-    *,
-    n_keys: int | None = None,
-    size_bytes: int | Sequence[int] | None = 1,
-    phase: Sequence[int] | None = None,
-    conversation: Sequence[int] | None = None,
-    guesses: Sequence[Sequence[int]] | None = None,
-    prefill_warms: bool = False,
-) -> Lookups:
-    """A trace of one layer, given as lists of keys, one a batch and step: for small examples and tests.
+def _check_ids(name: str, ids: np.ndarray, n_experts: int) -> None:
+    """Compiled code looks no more."""
+    check_range(name, ids, -1, n_experts - 1, f"ids from 0 to {n_experts - 1}, or -1 for none,")
 
-    size_bytes  bytes by key, or one number for all; guesses: keys guessed for each batch, of any length
-    Raises TraceError for keys out of range and sizes that are not above 0.
+
+def _list_lookups(experts: np.ndarray, batch_of: np.ndarray, n_experts: int) -> tuple[np.ndarray, np.ndarray]:
+    """Key and batch of every lookup, batch after batch; of equal keys in a batch only the last.
+
+    batch_of  int64 (tokens, layers): number of the batch in which a token's experts of a layer are looked up
     """
-    if n_keys is None:
-        n_keys = 1 + max((key for batch in (*batches, *(guesses or ())) for key in batch), default=-1)
-    distinct = [list(dict.fromkeys(reversed(batch)))[::-1] for batch in batches]
-    kept = [number for number, batch in enumerate(distinct) if batch]
-    distinct = [distinct[number] for number in kept]
-    n_batches = len(distinct)
-    keys = np.array([key for batch in distinct for key in batch], np.int32)
-    _check_range("keys", keys, n_keys, none_allowed=False)
-    by_batch = lambda values, default: np.asarray([default] * len(batches) if values is None else values)[kept]  # noqa: E731
-    if size_bytes is not None and np.any(np.asarray(size_bytes) <= 0):
-        raise TraceError(f"block sizes from {np.min(size_bytes)}; sizes above 0 are needed")
-    if guesses is not None:
-        longest = max((len(row) for row in guesses), default=0)
-        guesses = np.array([list(guesses[n]) + [-1] * (longest - len(guesses[n])) for n in kept], np.int32)
-        guesses = guesses.reshape(n_batches, longest)
-        _check_range("guesses", guesses, n_keys)
-    return Lookups(
-        keys=keys,
-        starts=np.cumsum([0, *(len(batch) for batch in distinct)], dtype=np.int64),
-        layer=np.zeros(n_batches, np.int32),
-        step=np.array(kept, np.int64),
-        phase=by_batch(phase, DECODE).astype(np.uint8),
-        conversation=by_batch(conversation, 0).astype(np.int32),
-        tokens=np.ones(n_batches, np.int32),
-        guesses=guesses,
-        size_bytes=None if size_bytes is None else np.broadcast_to(np.asarray(size_bytes, np.int64), n_keys).copy(),
-        n_layers=1,
-        n_experts=n_keys,
-        top_k=max((len(batch) for batch in distinct), default=0),
-        prefill_warms=prefill_warms,
-    )
-
-
-def _check_range(name: str, ids: np.ndarray, count: int, none_allowed: bool = True) -> None:
-    """-1 stands for none where that is allowed; anything else must be an id: compiled code looks no more."""
-    if ids.size and not ((-1 if none_allowed else 0) <= ids.min() and ids.max() < count):
-        needed = f"0 to {count - 1} are needed" + (", or -1 for none" if none_allowed else "")
-        raise TraceError(f"{name} hold ids from {ids.min()} to {ids.max()}; {needed}")
+    n_layers, top_k = experts.shape[1:]
+    rows = batch_of.reshape(-1)
+    keys = (experts + (np.arange(n_layers, dtype=np.int64) * n_experts)[:, None]).reshape(-1, top_k)
+    present = (experts >= 0).reshape(-1, top_k)
+    if np.any(np.diff(batch_of[:, 0]) == 0):
+        # Tokens of one step stand token by token: a stable sort puts them layer by layer and keeps tokens and ranks.
+        order = np.argsort(rows, kind="stable")
+        rows, keys, present = rows[order], keys[order], present[order]
+    keys, batch = keys[present].astype(np.int32), np.broadcast_to(rows[:, None], present.shape)[present]
+    kept = np.ones(len(keys), bool)
+    _keep_last(keys, batch, kept, np.full(n_layers * n_experts, -1, np.int64))
+    return keys[kept], batch[kept]
 
 
 def _by_token(name: str, values, n_tokens: int, default: int) -> np.ndarray:
@@ -293,7 +235,7 @@ def _spread_sizes(layer_bytes, n_layers: int, n_experts: int) -> np.ndarray | No
 
 
 def _arrange_guesses(guesses, shape, n_experts: int, token, layer, alone) -> np.ndarray | None:
-    """Guesses as keys by batch; none where a step is several tokens."""
+    """Guesses as keys by batch; none where a step is several tokens. token, layer: of each batch; alone: by token."""
     if guesses is None:
         return None
     guesses = np.asarray(guesses)
@@ -301,10 +243,10 @@ def _arrange_guesses(guesses, shape, n_experts: int, token, layer, alone) -> np.
         raise TraceError(
             f"guesses of shape {guesses.shape}; ({shape[0]}, {shape[1]}, n) are needed beside experts {shape}"
         )
-    _check_range("guesses", guesses, n_experts)
+    _check_ids("guesses", guesses, n_experts)
     chosen = guesses[token, layer].astype(np.int64)
     keys = np.where(chosen < 0, -1, chosen + (layer * n_experts)[:, None])
-    keys[~alone] = -1
+    keys[~alone[token]] = -1
     return np.ascontiguousarray(keys, np.int32)
 
 

@@ -135,18 +135,24 @@ def guess_accuracy(experts: np.ndarray, guesses: np.ndarray) -> Accuracy:
     experts, guesses = np.asarray(experts), np.asarray(guesses)
     if experts.ndim != 3 or guesses.ndim != 3 or experts.shape[:2] != guesses.shape[:2]:
         raise TraceError(f"guesses of shape {guesses.shape} do not stand beside experts of shape {experts.shape}")
-    told = (guesses >= 0).all(axis=2) & (experts >= 0).all(axis=2)
-    n_guessed, top_k, n = int(told.sum()), experts.shape[2], guesses.shape[2]
-    right = np.cumsum(_is_among(guesses[told], experts[told]).sum(axis=0))
-    n_told = max(n_guessed, 1)
-    return Accuracy(right / (n_told * np.arange(1, n + 1)), right / (n_told * top_k), n_guessed)
+    known = (guesses >= 0).all(axis=2) & (experts >= 0).all(axis=2)
+    n_guessed, top_k, n = int(known.sum()), experts.shape[2], guesses.shape[2]
+    right = np.cumsum(_is_among(guesses[known], experts[known]).sum(axis=0))
+    n_known = max(n_guessed, 1)
+    return Accuracy(right / (n_known * np.arange(1, n + 1)), right / (n_known * top_k), n_guessed)
 
 
-def perfect_guesses(experts: np.ndarray) -> np.ndarray:
-    """The control that must give 1: each layer's own choice, none for the first layer."""
+def perfect_guesses(experts: np.ndarray, like: np.ndarray | None = None) -> np.ndarray:
+    """The control that must give 1: each layer's own choice, of which there are top_k at most.
+
+    like  guesses (tokens, layers, n): then no more than n, and only where these are made; else none for the first layer
+    """
     guesses = np.array(experts)
-    guesses[:, 0] = -1
-    return guesses
+    if like is None:
+        guesses[:, 0] = -1
+        return guesses
+    guesses[like[:, :, 0] < 0] = -1
+    return guesses[:, :, : like.shape[2]]
 
 
 def shuffle_guesses(guesses: np.ndarray, seed: int = 0) -> np.ndarray:
@@ -157,8 +163,8 @@ def shuffle_guesses(guesses: np.ndarray, seed: int = 0) -> np.ndarray:
     rng = np.random.default_rng(seed)
     shuffled = np.array(guesses)
     for layer in range(shuffled.shape[1]):
-        told = np.flatnonzero((shuffled[:, layer] >= 0).all(axis=1))
-        shuffled[told, layer] = shuffled[rng.permutation(told), layer]
+        known = np.flatnonzero((shuffled[:, layer] >= 0).all(axis=1))
+        shuffled[known, layer] = shuffled[rng.permutation(known), layer]
     return shuffled
 
 

@@ -10,8 +10,9 @@ import numpy as np
 from nemolab.simulate.asked import show_budget
 from nemolab.simulate.floor import lru_floor, token_cycle, warn_below_floor
 from nemolab.simulate.independence import looks_independent
-from nemolab.simulate.lookups import DECODE, PREFILL, Lookups
+from nemolab.simulate.lookups import Lookups
 from nemolab.simulate.summary import is_synthetic
+from nemolab.trace import DECODE, PREFILL
 from nemolab.units import Budget, show_bytes
 
 if TYPE_CHECKING:

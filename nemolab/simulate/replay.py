@@ -5,7 +5,8 @@ Every figure comes with its phase, its unit, and whether the cache began cold in
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,11 +14,12 @@ from nemolab.errors import TraceError, UsageError
 from nemolab.policy import POLICIES, Policy, Setting
 from nemolab.policy.core import FIRST, LATE, MISSED, USEFUL, start_core
 from nemolab.policy.run import run_batches
-from nemolab.simulate.lookups import DECODE, PREFILL, Lookups
+from nemolab.simulate.lookups import Lookups
+from nemolab.trace import PHASES
 
 PER_LAYER = "lru-per-layer"
 POLICY_NAMES = (*POLICIES, PER_LAYER)
-PHASES = {"prefill": PREFILL, "decode": DECODE, "all": None}
+BOTH = "all"  # the name of both phases together
 
 
 @dataclass(frozen=True)
@@ -53,14 +55,9 @@ class Replay:
             np.add.reduceat(self.missed, self.lookups.starts[:-1], dtype=np.int64) if len(self.issued) else self.issued
         )
 
-    def misses_by_step(self) -> tuple[np.ndarray, np.ndarray]:
-        """Steps, and the misses of each."""
-        steps, which = np.unique(self.lookups.step, return_inverse=True)
-        return steps, np.bincount(which, self.misses_by_batch(), minlength=len(steps)).astype(np.int64)
-
     def rows(self) -> list[dict]:
-        """One row for each phase."""
-        return [self.row(phase) for phase in PHASES]
+        """One row for each phase, and one for both."""
+        return [self.row(phase) for phase in (*PHASES, BOTH)]
 
     def row(self, phase: str) -> dict:
         """The counts of a phase: `prefill`, `decode` or `all`; None for what cannot be known.
@@ -69,11 +66,12 @@ class Replay:
         they were issued or lost in; late ones only where `replay` was told how many reads end in time.
         """
         lookups = self.lookups
-        batches = np.ones(lookups.n_batches, bool) if PHASES[phase] is None else lookups.phase == PHASES[phase]
+        number = None if phase == BOTH else PHASES.index(phase)
+        batches = np.ones(lookups.n_batches, bool) if number is None else lookups.phase == number
         chosen = np.repeat(batches, np.diff(lookups.starts))
         outcome = self.outcome[chosen]
         missed = outcome & MISSED != 0
-        n_lookups, misses, tokens = len(outcome), int(missed.sum()), lookups.count_tokens(PHASES[phase])
+        n_lookups, misses, tokens = len(outcome), int(missed.sum()), lookups.count_tokens(number)
         issued = int(self.issued[batches].sum())
         bytes_read = None
         if lookups.size_bytes is not None and self.issued_bytes is not None:
@@ -124,6 +122,41 @@ def replay(
     reads_in_time  prefetch reads that end before the next layer asks, to count late ones; None: not counted
     Raises UsageError for an unknown policy or contradicting sizes, TraceError where the trace lacks what is asked for.
     """
+    _check_asked(lookups, policy, budget_bytes, slots, prefetch)
+    block_bytes = lookups.block_bytes
+    # Blocks of one size are counted, as in the engine: a policy that keeps a tenth of the budget for something decides
+    # alike however the budget was spelled.
+    blocks = slots if slots is not None else block_bytes and budget_bytes // block_bytes
+    capacity = budget_bytes if blocks is None else blocks
+    sizes = lookups.size_bytes if blocks is None else np.ones(lookups.n_keys, np.int64)
+    job = _Job(sizes, capacity, prefetch, reads_in_time, seed)
+    written = _Written.of(len(lookups.keys), lookups.n_batches)
+    for first, last in _split(lookups, cold):
+        part = lookups.between(first, last)
+        here = written.between(lookups.starts, first, last)
+        if policy == PER_LAYER:
+            _run_layers(job, part, here)
+        else:
+            _run(job, POLICIES[policy], part, False, here)
+        if cold and prefetch and last > first:
+            used = np.count_nonzero(here.outcome & USEFUL)
+            here.wasted[-1] += here.issued.sum() - used - here.wasted.sum()  # what a cold cache still held unused
+    return Replay(
+        lookups=lookups,
+        policy=policy,
+        budget_bytes=budget_bytes if slots is None else block_bytes and slots * block_bytes,
+        slots=blocks,
+        prefetch=prefetch,
+        cold=cold,
+        timed=reads_in_time is not None,
+        outcome=written.outcome,
+        issued=written.issued,
+        issued_bytes=written.issued_bytes if blocks is None else _bytes_of_slots(lookups, written.issued),
+        wasted=written.wasted,
+    )
+
+
+def _check_asked(lookups: Lookups, policy: str, budget_bytes: int | None, slots: int | None, prefetch: int) -> None:
     if policy not in POLICY_NAMES:
         raise UsageError(f"unknown policy {policy!r}; known are {', '.join(POLICY_NAMES)}")
     if (budget_bytes is None) == (slots is None):
@@ -138,39 +171,6 @@ def replay(
         )
     if prefetch and lookups.guesses is None:
         raise TraceError(f"prefetch {prefetch}: the trace holds no guesses")
-    block_bytes = lookups.block_bytes
-    # Blocks of one size are counted, as in the engine: a policy that keeps a tenth of the budget for something decides
-    # alike however the budget was spelled.
-    blocks = slots if slots is not None else block_bytes and budget_bytes // block_bytes
-    capacity = budget_bytes if blocks is None else blocks
-    sizes = lookups.size_bytes if blocks is None else np.ones(lookups.n_keys, np.int64)
-    job = _Job(sizes, capacity, prefetch, reads_in_time, seed)
-    outcome = np.zeros(len(lookups.keys), np.uint8)
-    issued, taken, wasted = (np.zeros(lookups.n_batches, np.int64) for _ in range(3))
-    for first, last in _split(lookups, cold):
-        part = lookups.between(first, last)
-        low, high = lookups.starts[first], lookups.starts[last]
-        written = outcome[low:high], issued[first:last], taken[first:last], wasted[first:last]
-        if policy == PER_LAYER:
-            _run_layers(job, part, *written)
-        else:
-            _run(job, POLICIES[policy], part, False, *written)
-        if cold and prefetch and last > first:
-            used = np.count_nonzero(written[0] & USEFUL)
-            written[3][-1] += written[1].sum() - used - written[3].sum()  # what a cold cache still held unused
-    return Replay(
-        lookups=lookups,
-        policy=policy,
-        budget_bytes=budget_bytes if slots is None else block_bytes and slots * block_bytes,
-        slots=blocks,
-        prefetch=prefetch,
-        cold=cold,
-        timed=reads_in_time is not None,
-        outcome=outcome,
-        issued=issued,
-        issued_bytes=taken if blocks is None else _bytes_of_slots(lookups, issued),
-        wasted=wasted,
-    )
 
 
 @dataclass(frozen=True)
@@ -182,6 +182,24 @@ class _Job:
     seed: int
 
 
+class _Written(NamedTuple):
+    """What a run writes: outcome of each lookup; of each batch issued, issued_bytes (sizes as the budget counts them)
+    and wasted, as in `Replay`."""
+
+    outcome: np.ndarray
+    issued: np.ndarray
+    issued_bytes: np.ndarray
+    wasted: np.ndarray
+
+    @classmethod
+    def of(cls, n_lookups: int, n_batches: int) -> _Written:
+        return cls(np.zeros(n_lookups, np.uint8), *(np.zeros(n_batches, np.int64) for _ in range(3)))
+
+    def between(self, starts: np.ndarray, first: int, last: int) -> _Written:
+        """The places of batches first to last - 1."""
+        return _Written(self.outcome[starts[first] : starts[last]], *(by_batch[first:last] for by_batch in self[1:]))
+
+
 def _split(lookups: Lookups, cold: bool) -> list[tuple[int, int]]:
     """Where caches begin and end: (first, last + 1) batches."""
     ends = np.flatnonzero(np.diff(lookups.conversation)) + 1 if cold else []
@@ -189,28 +207,25 @@ def _split(lookups: Lookups, cold: bool) -> list[tuple[int, int]]:
     return list(zip(bounds[:-1], bounds[1:], strict=True))
 
 
-def _run(job: _Job, policy: Policy, part: Lookups, alone: bool, outcome, issued, taken, wasted) -> None:
+def _run(job: _Job, policy: Policy, part: Lookups, alone: bool, written: _Written) -> None:
+    """alone: the part is of one layer only."""
     core = start_core(job.sizes, job.capacity, forced=policy.forced, ready=job.reads_in_time)
     state = policy.start(Setting(job.sizes, job.capacity, job.seed, part.keys, part.starts))
     guesses = part.guesses if job.prefetch else np.empty((part.n_batches, 0), np.int32)
-    run_batches(
-        core, state, part.keys, part.starts, part.passing, guesses, job.prefetch, alone, outcome, issued, taken, wasted
-    )  # fmt: skip
+    run_batches(core, state, part.keys, part.starts, part.passing, guesses, job.prefetch, alone, *written)
 
 
-def _run_layers(job: _Job, part: Lookups, outcome, issued, taken, wasted) -> None:
+def _run_layers(job: _Job, part: Lookups, written: _Written) -> None:
     """An LRU of its own for each layer, with an equal share of the budget."""
-    share = _Job(job.sizes, job.capacity // part.n_layers, job.prefetch, job.reads_in_time, job.seed)
+    share = replace(job, capacity=job.capacity // part.n_layers)
     order = np.argsort(part.layer, kind="stable")
-    sorted_part, places = part.take(order)
-    written = np.zeros(len(places), np.uint8), *(np.zeros(len(order), np.int64) for _ in range(3))
+    by_layer, places = part.take(order)
+    found = _Written.of(len(places), len(order))
     ends = np.cumsum(np.bincount(part.layer, minlength=part.n_layers)).tolist()
     for first, last in zip([0, *ends[:-1]], ends, strict=True):
-        low, high = sorted_part.starts[first], sorted_part.starts[last]
-        alone = sorted_part.between(first, last)
-        _run(share, POLICIES["lru"], alone, True, written[0][low:high], *(by[first:last] for by in written[1:]))
-    outcome[places] = written[0]
-    for target, by_batch in zip((issued, taken, wasted), written[1:], strict=True):
+        _run(share, POLICIES["lru"], by_layer.between(first, last), True, found.between(by_layer.starts, first, last))
+    written.outcome[places] = found.outcome
+    for target, by_batch in zip(written[1:], found[1:], strict=True):
         target[order] = by_batch
 
 

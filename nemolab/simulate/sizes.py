@@ -57,9 +57,9 @@ def list_places(
     """Places on the curve of `main_curve` as rows, the smallest first; what a trace does not have is left out.
 
     They are those of `advise` ("floor", "one token's cycle", "knee", "end"), shares (0 to 1) of all blocks ("24% of
-    all") and the smallest sizes that reach a hit rate (0 to 1; "80% hit"). Keys of a row: place, size in the unit of
-    the curve, budget_bytes, slots, hit_rate, reads_per_token (blocks), share (of all blocks), cycles (times what a token
-    looks up, None without decode).
+    all") and the smallest sizes that reach a hit rate (0 to 1; "80% hit"). Keys of a row: place, size (in the unit of
+    the curve), budget_bytes, slots, hit_rate, reads_per_token (blocks), share (of all blocks), cycles (times what a
+    token looks up; None without decode).
     """
     scale, advice = read_scale(lookups), advise(lookups, curve)
     found = {"floor": advice.floor, "one token's cycle": advice.cycle, "knee": advice.knee, "end": advice.end}

@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nemolab.simulate import measures
-from nemolab.simulate.lookups import DECODE, PREFILL, from_trace
+from nemolab.simulate.lookups import from_trace
+from nemolab.trace import DECODE, GUESSES, PHASES, PREFILL
 
 if TYPE_CHECKING:
     from nemolab.trace import Trace
-
-AHEAD = {1: "guesses", 2: "guesses_2", 3: "guesses_3"}  # MoE layers ahead -> array of the trace
-
 
 RECORDED = (None, "chat", "text", "imported")  # how routing of a real model is taken
 
@@ -26,13 +24,13 @@ def is_synthetic(trace: Trace) -> bool:
 
 def list_facts(trace: Trace) -> dict[str, Any]:
     """What the trace is of, as JSON."""
-    meta, decode = trace.meta, trace.phase == DECODE
+    meta = trace.meta
     return {
         "model": meta.model,
         "source": meta.source,
         "kind": meta.taken.get("kind"),
         "synthetic": is_synthetic(trace),
-        "tokens": {"prefill": int((~decode).sum()), "decode": int(decode.sum())},
+        "tokens": {name: int((trace.phase == number).sum()) for number, name in enumerate(PHASES)},
         "conversations": len(np.unique(trace.conversation)),
         "layers": trace.n_layers,
         "n_experts": meta.n_experts,
@@ -67,7 +65,7 @@ def measure_trace(trace: Trace, *, cold: bool = False) -> dict[str, Any]:
     )
     n_lookups = int(histogram.counts.sum()) + histogram.never
     return {
-        "phase": "decode" if phase == DECODE else "prefill",
+        "phase": PHASES[phase],
         "cold": cold,
         "tokens": int(chosen.sum()),
         "lookups": n_lookups,
@@ -89,7 +87,7 @@ def measure_trace(trace: Trace, *, cold: bool = False) -> dict[str, Any]:
         },
         "guesses": {
             str(ahead): _rate_guesses(experts, getattr(trace, name)[chosen])
-            for ahead, name in AHEAD.items()
+            for ahead, name in GUESSES.items()
             if getattr(trace, name) is not None
         },
     }
@@ -98,9 +96,10 @@ def measure_trace(trace: Trace, *, cold: bool = False) -> dict[str, Any]:
 def _rate_guesses(experts: np.ndarray, guesses: np.ndarray) -> dict[str, Any]:
     found = measures.guess_accuracy(experts, guesses)
     known = found.n_guessed > 0
-    # The control has to be made of as many guesses, for the same places.
-    perfect = np.where(guesses[:, :, :1] >= 0, experts, -1)[:, :, : guesses.shape[2]]
-    controls = {"perfect": perfect, "shuffled": measures.shuffle_guesses(guesses)}
+    controls = {
+        "perfect": measures.perfect_guesses(experts, like=guesses),
+        "shuffled": measures.shuffle_guesses(guesses),
+    }
     return {
         "places": found.n_guessed,
         "right": found.right.tolist() if known else None,

@@ -282,19 +282,20 @@ def _check_forms(trace: Trace) -> None:
 
 def _check_values(trace: Trace) -> None:
     n_experts = trace.meta.n_experts
-    _check_range("experts", trace.experts, -1, n_experts - 1, f"ids from 0 to {n_experts - 1}, or -1 for none,")
+    check_range("experts", trace.experts, -1, n_experts - 1, f"ids from 0 to {n_experts - 1}, or -1 for none,")
     if trace.experts.max() < 0:
         raise TraceError("experts holds no expert at all: a trace without a single lookup tells nothing")
-    _check_range("phase", trace.phase, PREFILL, DECODE, f"phases {PREFILL} (prefill) and {DECODE} (decode)")
+    check_range("phase", trace.phase, PREFILL, DECODE, f"phases {PREFILL} (prefill) and {DECODE} (decode)")
     for name in ("conversation", "position", "step", "token_ids"):
         if getattr(trace, name) is not None:
-            _check_range(name, getattr(trace, name), 0, 2**31 - 1, "numbers from 0 to 2^31 - 1")
-    _check_steps(trace)
+            check_range(name, getattr(trace, name), 0, 2**31 - 1, "numbers from 0 to 2^31 - 1")
+    check_steps(trace.step, trace.phase, trace.conversation)
+    _check_positions(trace)
     for ahead, name in GUESSES.items():
         guesses = getattr(trace, name)
         if guesses is None:
             continue
-        _check_range(name, guesses, -1, n_experts - 1, f"ids from 0 to {n_experts - 1}, or -1 for none,")
+        check_range(name, guesses, -1, n_experts - 1, f"ids from 0 to {n_experts - 1}, or -1 for none,")
         if np.any(guesses[:, :ahead] >= 0):
             raise TraceError(
                 f"{name} holds guesses for layer {ahead - 1}; no layer is {ahead} before it: -1 was expected"
@@ -306,18 +307,18 @@ def _check_values(trace: Trace) -> None:
         )
     for name in ("active_neurons", "active_groups"):
         if getattr(trace, name) is not None:
-            _check_range(name, getattr(trace, name), -1, 2**31 - 1, "counts from 0 up, or -1 for unknown,")
+            check_range(name, getattr(trace, name), -1, 2**31 - 1, "counts from 0 up, or -1 for unknown,")
     if trace.live_misses is not None:
-        _check_range("live_misses", trace.live_misses, -1, 2**31 - 1, "counts from 0 up, or -1 for none,")
+        check_range("live_misses", trace.live_misses, -1, 2**31 - 1, "counts from 0 up, or -1 for none,")
         inner = np.append(np.diff(trace.step) == 0, False)
         if np.any(trace.live_misses[inner] >= 0):
             token = int(np.flatnonzero(inner & (trace.live_misses >= 0).any(axis=1))[0])
             raise TraceError(f"live_misses has counts at token {token}, which is not the last of its step")
 
 
-def _check_steps(trace: Trace) -> None:
-    """Steps in order, each of one phase and one conversation; positions rise within a conversation."""
-    step, phase, conversation = (getattr(trace, name).astype(np.int64) for name in ("step", "phase", "conversation"))
+def check_steps(step: np.ndarray, phase: np.ndarray, conversation: np.ndarray) -> None:
+    """Raises TraceError unless steps are in order, each of one phase and one conversation. All (tokens,)."""
+    step, phase, conversation = (np.asarray(values, np.int64) for values in (step, phase, conversation))
     falls = np.flatnonzero(np.diff(step) < 0)
     if len(falls):
         token = int(falls[0]) + 1
@@ -325,18 +326,24 @@ def _check_steps(trace: Trace) -> None:
     mixed = np.flatnonzero((np.diff(step) == 0) & ((np.diff(phase) != 0) | (np.diff(conversation) != 0)))
     if len(mixed):
         raise TraceError(f"step {step[mixed[0]]} mixes phases or conversations; it must have one of each")
+
+
+def _check_positions(trace: Trace) -> None:
+    """Positions rise within a conversation."""
+    position, conversation = trace.position.astype(np.int64), trace.conversation
     order = np.argsort(conversation, kind="stable")
     same = np.diff(conversation[order]) == 0
-    stuck = np.flatnonzero(same & (np.diff(trace.position[order].astype(np.int64)) <= 0))
+    stuck = np.flatnonzero(same & (np.diff(position[order]) <= 0))
     if len(stuck):
         before, token = order[stuck[0]], order[stuck[0] + 1]
         raise TraceError(
-            f"position goes from {trace.position[before]} to {trace.position[token]} at token {token} of conversation "
+            f"position goes from {position[before]} to {position[token]} at token {token} of conversation "
             f"{conversation[token]}; it must rise: are these several conversations under one number?"
         )
 
 
-def _check_range(name: str, values: np.ndarray, low: int, high: int, expected: str) -> None:
+def check_range(name: str, values: np.ndarray, low: int, high: int, expected: str) -> None:
+    """Raises TraceError unless all values are from low to high; `expected` says so in words."""
     if not values.size:
         return
     found = int(values.min()), int(values.max())
