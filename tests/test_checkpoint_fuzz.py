@@ -16,7 +16,8 @@ import struct
 import numpy as np
 import pytest
 from faults import assert_one_line, run_cli
-from hypothesis import HealthCheck, given, settings
+from fuzz import fuzzing
+from hypothesis import given
 from hypothesis import strategies as st
 from patching import INDEX, write_raw
 from synthetic import copy_checkpoint
@@ -29,16 +30,8 @@ from nemolab.store import Store
 SHARDS = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
 SHARD = SHARDS[1]
 QUANT = "hf_quant_config.json"
-EXAMPLES = int(os.environ.get("NEMOLAB_FUZZ", "30"))  # of each kind; the suite's few are always the same ones
 GROWTH_BYTES = 512 << 20  # what all examples together may add to the largest size of this process
 PATIENCE_S = 120  # for one example, which takes a tenth of a second: the end of a hang, not a measurement
-BOUNDED = settings(
-    max_examples=EXAMPLES,
-    derandomize=True,
-    deadline=None,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
 
 ODD_VALUES = st.one_of(
     st.none(),
@@ -183,7 +176,7 @@ def bounded_memory():
 JSON_FILES = ["config.json", QUANT, "generation_config.json", INDEX]
 
 
-@BOUNDED
+@fuzzing()
 @given(data=st.data(), file=st.sampled_from(JSON_FILES))
 def test_any_json_file_may_be_anything(model, tmp_path, data, file):
     folder, untouched = model
@@ -192,7 +185,7 @@ def test_any_json_file_may_be_anything(model, tmp_path, data, file):
     judge(model, tmp_path)
 
 
-@BOUNDED
+@fuzzing()
 @given(data=st.data(), shard=st.sampled_from(SHARDS))
 def test_any_header_may_be_anything(model, tmp_path, data, shard):
     folder, untouched = model
@@ -201,7 +194,7 @@ def test_any_header_may_be_anything(model, tmp_path, data, shard):
     judge(model, tmp_path)
 
 
-@BOUNDED
+@fuzzing()
 @given(
     file=st.sampled_from([*SHARDS, INDEX, "config.json", QUANT, "generation_config.json"]),
     place=st.one_of(st.integers(0, 16), st.integers(0, 30_000)),
@@ -228,7 +221,7 @@ NAME_PARTS = ["backbone", "model", "language_model", "layers", "0", "1", "7", "9
               "qweight", "input_scale", "lm_head", "norm", "gate", "weight_packed", "void"]  # fmt: skip
 
 
-@settings(BOUNDED, max_examples=max(1, EXAMPLES // 2))
+@fuzzing(1 / 2)
 @given(data=st.data(), shard=st.sampled_from(SHARDS), empty=st.booleans())
 def test_any_tensor_may_be_called_anything(model, tmp_path, data, shard, empty):
     """Names are edited in header and index alike, so that both agree about the wrong ones."""
@@ -268,7 +261,7 @@ PATTERNS = ["*", "*.mixer.*", "backbone.layers.1.mixer.experts", "backbone.layer
             "[", "*in_proj", "model.layers.0.mixer.in_proj", "re:.*", "Linear", ""]  # fmt: skip
 
 
-@BOUNDED
+@fuzzing()
 @given(
     algorithm=st.sampled_from(ALGORITHMS),
     table=st.one_of(st.none(), st.dictionaries(st.sampled_from(PATTERNS), st.sampled_from(ALGORITHMS), max_size=4)),
@@ -295,7 +288,7 @@ def test_metadata_may_claim_anything(model, tmp_path, algorithm, table, excluded
     judge(model, tmp_path)
 
 
-@settings(BOUNDED, max_examples=max(1, EXAMPLES // 2))  # each of them makes a store
+@fuzzing(1 / 2)  # each of them makes a store
 @given(
     shard=st.sampled_from(SHARDS),
     patches=st.lists(st.tuples(st.integers(0, 200_000), st.binary(min_size=1, max_size=4)), min_size=1, max_size=4),
@@ -311,7 +304,7 @@ def test_any_data_makes_a_store_of_just_that_data(model, tmp_path, shard, patche
     assert judge(model, tmp_path) in ("planned", "stored")
 
 
-@settings(BOUNDED, max_examples=10 * EXAMPLES)
+@fuzzing(10)
 @given(raw=st.one_of(st.binary(max_size=60), st.text(alphabet='{}[]",:0e-\\u1n', max_size=40).map(str.encode)))
 def test_any_bytes_are_an_object_or_refused(raw):
     try:

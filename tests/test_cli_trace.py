@@ -7,15 +7,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from faults import run_cli
 from traces import equal, without
 
 import nemolab.engine.engine
-from nemolab.cli import main
 from nemolab.engine import Engine
 from nemolab.engine.conversations import feed_again, record_chats, summarise
 from nemolab.engine.scripts import Script, read_prompts, read_texts
 from nemolab.errors import EngineError, NemolabError, TraceError
 from nemolab.simulate import check_live, from_trace, replay
+from nemolab.store import ensure_store
 from nemolab.trace import DECODE, PREFILL, read_trace, write_trace
 from nemolab.trace.trace import TAKEN
 
@@ -29,14 +30,15 @@ def write_prompts(path, *lines):
     return path
 
 
-@pytest.fixture
-def run(capsys):
-    """Run a verb: (exit code, stdout, stderr)."""
+@pytest.fixture(scope="module")
+def store(tiny_path):
+    """The store of data/tiny, opened without reading the checkpoint again."""
+    return ensure_store(tiny_path)
 
-    def call(*words):
-        return (main([str(word) for word in words]), *capsys.readouterr())
 
-    return call
+def run_trace(*words):
+    """`nemolab trace`, of data/tiny if not of a store: (exit code, stdout, stderr)."""
+    return run_cli("trace", *words)
 
 
 @pytest.fixture(scope="module")
@@ -49,26 +51,10 @@ def three(tmp_path_factory):
         ask("Привет!"),
         {"messages": [{"role": "system", "content": "Answer in simple words."}, *ask("What is a port?")]},
     )
-    words = [
-        "trace",
-        "--prompts",
-        prompts,
-        "--to",
-        folder / "t",
-        "--max-tokens",
-        "12",
-        "--ram-cache",
-        "6slots",
-        "--json",
-    ]
-    from click.testing import CliRunner
-
-    from nemolab.cli import root
-    from nemolab.commands.verb import Settings
-
-    result = CliRunner().invoke(root, [str(word) for word in words], obj=Settings(), catch_exceptions=False)
-    assert result.exit_code == 0
-    return read_trace(folder / "t"), json.loads(result.stdout), folder / "t"
+    words = ["--to", folder / "t", "--max-tokens", 12, "--ram-cache", "6slots", "--json"]
+    code, out, err = run_trace("--prompts", prompts, *words)
+    assert code == 0, err
+    return read_trace(folder / "t"), json.loads(out), folder / "t"
 
 
 def test_the_answer_counts_what_the_file_holds(three):
@@ -129,21 +115,21 @@ def test_a_replay_emptied_between_conversations_begins_each_with_first_lookups(t
     assert carried[decode].sum() < emptied[decode].sum()
 
 
-def test_the_same_command_writes_the_same_file(run, tmp_path):
+def test_the_same_command_writes_the_same_file(store, tmp_path):
     prompts = write_prompts(tmp_path / "p", ask("What is UDP?"))
     files = []
     for seed in (5, 5, 6):
         words = ["--max-tokens", 12, "--temperature", 0.9, "--top-p", 0.95, "--seed", seed, "--ram-cache", "96slots"]
-        assert run("trace", "--prompts", prompts, "--to", tmp_path / "t", *words)[0] == 0
+        assert run_trace("--store", store, "--prompts", prompts, "--to", tmp_path / "t", *words)[0] == 0
         files.append((tmp_path / "t").read_bytes())
     assert files[0] == files[1] != files[2]
     assert read_trace(tmp_path / "t").meta.taken["temperature"] == 0.9
 
 
-def test_people_are_told_what_to_do_next(run, tmp_path):
+def test_people_are_told_what_to_do_next(tmp_path):
     prompts = write_prompts(tmp_path / "p", ask("What is UDP?"))
     to = tmp_path / "with space"
-    code, out, err = run("trace", "--prompts", prompts, "--to", to, "--max-tokens", 3, "--ram-cache", "8slots")
+    code, out, err = run_trace("--prompts", prompts, "--to", to, "--max-tokens", 3, "--ram-cache", "8slots")
     assert code == 0 and "cache: 8 blocks" in err
     lines = out.splitlines()
     assert lines[0].startswith(f"{to}: ") and "+ 2 tokens of tiny in 1 conversation," in lines[0]
@@ -151,7 +137,7 @@ def test_people_are_told_what_to_do_next(run, tmp_path):
     assert lines[-1] == f"next:  nemolab simulate '{to}' --budget 4slots,8slots,16slots --policy lru,belady"
 
 
-def test_texts_are_fed_as_if_the_model_had_written_them(run, tmp_path, tiny_path):
+def test_texts_are_fed_as_if_the_model_had_written_them(store, tmp_path, tiny_path):
     from nemolab.engine.chat import Tokenizer
 
     (tmp_path / "texts").mkdir()
@@ -159,7 +145,7 @@ def test_texts_are_fed_as_if_the_model_had_written_them(run, tmp_path, tiny_path
         (tmp_path / "texts" / f"{name}.txt").write_text(text, encoding="utf-8")
     (tmp_path / "texts" / "notes.md").write_text("no text")
     words = ["--texts", tmp_path / "texts", "--to", tmp_path / "t", "--ram-cache", "8slots", "--prefetch", "2"]
-    code, out, _ = run("trace", *words, "--max-tokens", "6", "--json")
+    code, out, _ = run_trace("--store", store, *words, "--max-tokens", "6", "--json")
     trace, answer = read_trace(tmp_path / "t"), json.loads(out)
     assert code == 0 and trace.meta.taken["kind"] == "text"
     assert [talk["name"] for talk in answer["by_conversation"]] == ["a", "b"]
@@ -172,19 +158,19 @@ def test_texts_are_fed_as_if_the_model_had_written_them(run, tmp_path, tiny_path
     assert check_live(trace).equal
 
 
-def test_reasoning_that_a_template_takes_back_begins_another_conversation(tiny_path):
-    with Engine(tiny_path, ram_cache_slots=96) as engine:
+def test_reasoning_that_a_template_takes_back_begins_another_conversation(store):
+    with Engine(None, store=store, ram_cache_slots=96) as engine:
         script = Script("thought", ask("What is 7 plus 5?", "What is UDP?"), "here")
-        trace = record_chats(engine, [script], think=True, max_tokens=60)
+        trace = record_chats(engine, [script], think=True, max_tokens=24)
     assert trace.meta.taken["conversations"] == ["thought", "thought (2)"]
     assert trace.select(conversation=1).position[0] == 0
     assert summarise(trace)["conversations"] == 2 and trace.meta.taken["answers"] == 2
 
 
-def test_ids_can_be_left_out(run, tmp_path):
+def test_ids_can_be_left_out(store, tmp_path):
     prompts = write_prompts(tmp_path / "p", ask("What is UDP?"))
     words = ["--max-tokens", 3, "--ram-cache", "8slots", "--no-token-ids"]
-    assert run("trace", "--prompts", prompts, "--to", tmp_path / "t", *words)[0] == 0
+    assert run_trace("--store", store, "--prompts", prompts, "--to", tmp_path / "t", *words)[0] == 0
     assert read_trace(tmp_path / "t").token_ids is None
 
 
@@ -192,9 +178,9 @@ def test_ids_can_be_left_out(run, tmp_path):
 
 
 @pytest.mark.parametrize("settings", [{"ram_cache_slots": 40}, {"ram_cache_slots": 24, "prefetch": 3}])
-def test_a_trace_fed_again_at_another_size_misses_as_its_replay(three, tiny_path, settings):
+def test_a_trace_fed_again_at_another_size_misses_as_its_replay(three, store, settings):
     trace = three[0]
-    with Engine(tiny_path, **settings) as engine:
+    with Engine(None, store=store, **settings) as engine:
         fed = feed_again(engine, trace)
     assert fed.differing_rows == 0 and fed.note == ""
     taken = fed.trace.meta.taken
@@ -210,20 +196,20 @@ def test_a_trace_fed_again_at_another_size_misses_as_its_replay(three, tiny_path
     assert fed.trace.live_misses.tolist() != trace.live_misses.tolist()
 
 
-def test_another_routing_is_said(three, tiny_path):
+def test_another_routing_is_said(three, store):
     trace = three[0].select(conversation=1)
     experts = trace.experts.copy()
     experts[[2, 5], 3] = experts[[2, 5], 3][:, ::-1]
-    with Engine(tiny_path, ram_cache_slots=40) as engine:
+    with Engine(None, store=store, ram_cache_slots=40) as engine:
         fed = feed_again(engine, replace(trace, experts=experts))
     assert fed.differing_rows == 2
     assert fed.note.startswith(f"2 of {trace.n_tokens} tokens were routed otherwise than in the trace")
 
 
-def test_what_cannot_be_fed_again_is_refused(three, tiny_path):
+def test_what_cannot_be_fed_again_is_refused(three, store):
     trace = three[0]
     other = replace(trace, meta=replace(trace.meta, fingerprint="another"))
-    with Engine(tiny_path, ram_cache_slots=40) as engine:
+    with Engine(None, store=store, ram_cache_slots=40) as engine:
         for wrong, message in (
             (without(trace, "token_ids"), "no token ids"),
             (other, "another model"),
@@ -231,7 +217,7 @@ def test_what_cannot_be_fed_again_is_refused(three, tiny_path):
         ):
             with pytest.raises(TraceError, match=message):
                 feed_again(engine, wrong)
-        feed_again(engine, trace.select(conversation=2))
+        feed_again(engine, trace.select(conversation=1))
 
 
 # Refused before anything runs
@@ -320,7 +306,7 @@ def never_opened(monkeypatch):
     monkeypatch.setattr(nemolab.engine, "Engine", fail)
 
 
-def test_what_is_wrong_is_said_before_the_engine_is_opened(run, tmp_path, never_opened):
+def test_what_is_wrong_is_said_before_the_engine_is_opened(tmp_path, never_opened):
     good, bad = write_prompts(tmp_path / "good", ask("Hello")), write_prompts(tmp_path / "bad", {"a": 1})
     (tmp_path / "mine.txt").write_text("mine")
     to = tmp_path / "t"
@@ -338,26 +324,26 @@ def test_what_is_wrong_is_said_before_the_engine_is_opened(run, tmp_path, never_
         (["--prompts", good, "--to", to, "--max-tokens", "0"], 2, "--max-tokens"),
         (["--prompts", good, "--to", to, "--ram-cache", "16"], 2, "16"),
     ):
-        found, out, err = run("trace", *words)
+        found, out, err = run_trace(*words)
         assert (found, out) == (code, "") and message in err and len(err.splitlines()) == 1, (words, err)
     assert (tmp_path / "mine.txt").read_text() == "mine" and not to.exists()
     with pytest.raises(AssertionError, match="opened"):  # the twin
         nemolab.engine.Engine()
 
 
-def test_what_does_not_fit_the_model_is_said_before_a_token(run, tmp_path, monkeypatch):
+def test_what_does_not_fit_the_model_is_said_before_a_token(store, tmp_path, monkeypatch):
     monkeypatch.setattr(Engine, "last_logits", lambda *_: pytest.fail("a token was fed"))
     prompts = write_prompts(tmp_path / "p", ask("Hello"), ask("word " * 5000))
-    code, _, err = run("trace", "--prompts", prompts, "--to", tmp_path / "t", "--ram-cache", "8slots")
+    code, _, err = run_trace("--store", store, "--prompts", prompts, "--to", tmp_path / "t", "--ram-cache", "8slots")
     assert code == 1 and f"{prompts}, line 2: " in err and "256 new tokens; this model was made for" in err
     (tmp_path / "long.txt").write_text("word " * 5000)
-    code, _, err = run("trace", "--texts", tmp_path, "--to", tmp_path / "t", "--ram-cache", "8slots")
+    code, _, err = run_trace("--store", store, "--texts", tmp_path, "--to", tmp_path / "t", "--ram-cache", "8slots")
     assert code == 1 and "long.txt: " in err and "set a maximum of tokens" in err
-    assert run("trace", "--prompts", prompts, "--to", tmp_path / "t", "--policy", "belady")[0] == 1
+    assert run_trace("--store", store, "--prompts", prompts, "--to", tmp_path / "t", "--policy", "belady")[0] == 1
     assert not (tmp_path / "t").exists()
 
 
-def test_an_interrupt_leaves_what_was_there(run, tmp_path, three, monkeypatch):
+def test_an_interrupt_leaves_what_was_there(store, tmp_path, three, monkeypatch):
     step, calls = Engine.step, []
 
     def step_and_interrupt(engine, token, state):
@@ -368,17 +354,19 @@ def test_an_interrupt_leaves_what_was_there(run, tmp_path, three, monkeypatch):
 
     monkeypatch.setattr(Engine, "step", step_and_interrupt)
     prompts = write_prompts(tmp_path / "p", ask("What is UDP?"))
-    code, out, err = run("trace", "--prompts", prompts, "--to", tmp_path / "t", "--ram-cache", "8slots", "--json")
+    code, out, err = run_trace(
+        "--store", store, "--prompts", prompts, "--to", tmp_path / "t", "--ram-cache", "8slots", "--json"
+    )
     assert code == 130 and out == "" and err.endswith("nemolab: interrupted\n")
     assert os.listdir(tmp_path) == ["p"]
     write_trace(tmp_path / "t", three[0])
     calls.clear()
-    assert run("trace", "--prompts", prompts, "--to", tmp_path / "t", "--ram-cache", "8slots")[0] == 130
+    assert run_trace("--store", store, "--prompts", prompts, "--to", tmp_path / "t", "--ram-cache", "8slots")[0] == 130
     assert equal(read_trace(tmp_path / "t"), three[0])
 
 
-def test_errors_on_the_way_name_the_script(tiny_path):
-    with Engine(tiny_path, ram_cache_slots=96) as engine:
+def test_errors_on_the_way_name_the_script(store):
+    with Engine(None, store=store, ram_cache_slots=96) as engine:
         limit = engine.config.max_position_embeddings
         script = Script("long", ask("Hello", "word " * (limit // 2)), "p, line 7")
         with pytest.raises(NemolabError, match="p, line 7: .* are more than the"):

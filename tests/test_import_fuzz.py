@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from foreign_traces import draw_routing, layer_lines, route_csv, routed_npz, token_lines
-from hypothesis import HealthCheck, given, settings
+from fuzz import fuzzing
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nemolab.errors import TraceError
@@ -88,23 +89,20 @@ def ours(path):
     return path.read_bytes()
 
 
-quick = settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
 @pytest.mark.parametrize("form", FORMS)
-@quick
+@fuzzing(3)
 @given(changes=edits)
 def test_a_spoiled_file_is_refused_or_is_a_trace(path, form, changes):
     open_or_refuse(path, spoil(FORMS[form], changes))
 
 
-@quick
+@fuzzing(3)
 @given(changes=edits)
 def test_a_spoiled_file_of_ours_is_refused_or_is_a_trace(path, ours, changes):
     open_or_refuse(path, spoil(ours, changes))
 
 
-@quick
+@fuzzing(3)
 @given(
     st.binary(max_size=300),
     st.sampled_from([b"", b"# route_trace v1\n", b'{"tok": ', b"PK\x03\x04", b"\x08\0\0\0\0\0\0\0{"]),

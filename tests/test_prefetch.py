@@ -9,7 +9,8 @@ import types
 import numpy as np
 import pytest
 from blocks import BLOCK, EXPERTS, LAYERS, ONLINE, TOP_K, Gate, interrupt_after, poison, random_blocks, write_store
-from hypothesis import given, settings
+from fuzz import fuzzing
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nemolab.errors import StoreError
@@ -286,7 +287,7 @@ def test_what_stays_is_what_the_policy_decides_alone(store, data, name):
         check_books(cache, data)
 
 
-@settings(max_examples=25, deadline=None)
+@fuzzing(1 / 3)
 @given(
     seed=st.integers(0, 2**32 - 1),
     slots=st.integers(TOP_K, 30),

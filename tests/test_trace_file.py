@@ -8,14 +8,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from fuzz import fuzzing
+from hypothesis import given
 from hypothesis import strategies as st
 from traces import OPTIONAL, edit_facts, equal, join_file, make_full_trace, split_file, with_meta, without
 
 from nemolab.errors import TraceError
 from nemolab.trace import Trace, check_target, is_trace, open_trace, read_trace, write_trace
-
-FUZZ = int(os.environ.get("NEMOLAB_FUZZ", "30"))
 
 
 @pytest.fixture
@@ -32,7 +31,7 @@ def written(path):
 # What is written comes back
 
 
-@settings(max_examples=FUZZ, deadline=None)
+@fuzzing()
 @given(
     sizes=st.fixed_dictionaries(
         {
@@ -110,7 +109,7 @@ def sound(tmp_path_factory):
     return path, path.read_bytes()
 
 
-@settings(max_examples=10 * FUZZ, deadline=None)
+@fuzzing(4)
 @given(data=st.data())
 def test_a_damaged_file_is_refused_or_the_same(sound, data):
     trace, path, raw = make_full_trace(), sound[0], bytearray(sound[1])
