@@ -72,6 +72,11 @@ def formatted(frame: "pd.DataFrame", formats: dict[str, str], index: str | None 
     return written.astype(object).mask(missing[list(formats)], "-")
 
 
+def percent(share: float | None, digits: int = 1) -> str:
+    """A share (0 to 1) in a sentence: `percent(0.5)` is "50.0%"; what is undefined (NaN, None) is "-"."""
+    return "-" if share is None or share != share else f"{share:.{digits}%}"
+
+
 def find_headline(notebook: "nbformat.NotebookNode") -> str:
     """The last headline in a notebook's outputs; empty without one."""
     found = ""

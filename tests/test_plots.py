@@ -49,9 +49,9 @@ POLICIES = pd.DataFrame(
     }
 )
 COUNTS = np.array([[40, 10, 0, 0], [30, 10, 10, 0]])
-REPEATS = {"this trace": [0.5, 0.3], "shuffled tokens": [0.2, 0.1], "even routing": [0.1, 0.1]}
-REUSE = (np.array([1, 2, 4, 8]), np.array([0, 10, 30]), 5)
-RIGHT = {"1 layer ahead": np.array([0.9, 0.7]), "shuffled guesses": np.array([0.2, 0.2])}
+REPEATS = {"this trace": [0.5, None], "shuffled across all": [0.2, 0.1], "even routing": [0.1, 0.1]}
+REUSE = ([1, 2, 4, 8], [0, 10, 30], 5)
+RIGHT = {"1 layer ahead": [0.9, 0.7], "shuffled guesses": [0.2, 0.2]}
 CACHE = pd.DataFrame({"share": [0.1, 1.0], "hit_rate": [0.2, 0.9], "mb_per_token": [3.0, 0.1]})
 FAMILIES = pd.DataFrame(
     {
@@ -171,6 +171,12 @@ def test_a_trace_without_guesses_has_no_empty_panel():
     with_guesses, without = (plots.plot_routing(COUNTS, REPEATS, REUSE, right, floor_blocks=4) for right in (RIGHT, {}))
     assert [len(figure.axes) for figure in (with_guesses, without)] == [4, 3]
     assert all(ax.lines or ax.patches for figure in (with_guesses, without) for ax in figure.axes)
+
+
+def test_a_repeat_rate_that_is_undefined_is_not_drawn_as_zero():
+    ax = plots.plot_routing(COUNTS, REPEATS, REUSE, {}, floor_blocks=4).axes[1]
+    first, second = (bar.get_height() for bar in ax.patches)
+    assert first == 50 and np.isnan(second) and ax.get_ylim()[1] == pytest.approx(85)
 
 
 def test_the_hottest_quarter_is_read_off_the_curve():

@@ -12,7 +12,7 @@ import pytest
 
 from nemolab.errors import NemolabError, UsageError
 from nemolab.notebooks import find_notebooks, run_notebooks
-from nemolab.report import formatted
+from nemolab.report import formatted, percent
 
 
 def write_notebook(folder, name, *sources):
@@ -209,3 +209,4 @@ def test_a_table_shows_the_undefined_as_a_dash_never_as_zero():
     shown = formatted(frame, {"share": "{:.0%}", "count": "{:,}"}, index="name")
     assert shown.to_dict("index") == {"a": {"share": "50%", "count": "-"}, "b": {"share": "-", "count": "3"}}
     assert formatted(frame[1:], {"share": "{:.0%}"})["share"].tolist() == ["-"], "nothing defined at all"
+    assert [percent(0.5), percent(0.123, 0), percent(None), percent(float("nan"))] == ["50.0%", "12%", "-", "-"]

@@ -11,17 +11,17 @@ from nemolab.plots.style import BLUE, COLOURS, QUIET
 
 def plot_routing(
     counts: np.ndarray,
-    repeats: Mapping[str, Sequence[float]],
-    reuse: tuple[np.ndarray, np.ndarray, int],
-    right: Mapping[str, np.ndarray],
+    repeats: Mapping[str, Sequence[float | None]],
+    reuse: tuple[Sequence[int], Sequence[int], int],
+    right: Mapping[str, Sequence[float]],
     *,
     floor_blocks: int,
 ) -> Figure:
     """Three panels, and a fourth where there are guesses.
 
     counts        how often each expert was chosen (layers, experts)
-    repeats       by name, the share of lookups (0..1) that repeat the token before, one a layer; the first is measured,
-                  the others are what it is held against
+    repeats       by name, the share of lookups (0..1) that repeat the token before, one a layer, None where undefined;
+                  the first is measured, the others are what it is held against
     reuse         edges (blocks), lookups in each bin, lookups of experts never seen before
     right         by who guessed, the share of the first 1..n guesses that were right; may be empty
     floor_blocks  up to here nothing hits in steady decode
@@ -31,7 +31,8 @@ def plot_routing(
     axes = axes.ravel()
     _draw_concentration(axes[0], counts)
     _draw_repeats(axes[1], repeats)
-    _draw_reuse(axes[2], *reuse, floor_blocks)
+    edges, lookups, never = reuse
+    _draw_reuse(axes[2], np.asarray(edges), np.asarray(lookups), never, floor_blocks)
     if right:
         _draw_guesses(axes[3], right)
     return figure
@@ -51,16 +52,18 @@ def _draw_concentration(ax, counts: np.ndarray) -> None:
     ax.legend(loc="lower right")
 
 
-def _draw_repeats(ax, repeats: Mapping[str, Sequence[float]]) -> None:
+def _draw_repeats(ax, repeats: Mapping[str, Sequence[float | None]]) -> None:
     first = next(iter(repeats))
-    for name, by_layer in repeats.items():
-        layers, values = np.arange(len(by_layer)), 100 * np.asarray(by_layer, np.float64)
+    percents = {name: 100 * np.asarray(by_layer, np.float64) for name, by_layer in repeats.items()}
+    for name, values in percents.items():
+        layers = np.arange(len(values))
         if name == first:
             ax.bar(layers, values, color=BLUE, width=0.8, label=name)
         else:
             ax.plot(layers, values, color=COLOURS.get(name, QUIET), ls="--", lw=1, marker=".", label=name)
     ax.set(title="Repetitive?", xlabel="MoE layer (ordinal)", ylabel="repeat the token before (%)")
-    ax.set_ylim(0, 1.6 * 100 * max(max(by_layer) for by_layer in repeats.values()) or 1)
+    highest = max(np.max(values, initial=0, where=np.isfinite(values)) for values in percents.values())
+    ax.set_ylim(0, 1.7 * highest or 1)  # room for the legend above the bars
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.legend(loc="upper left", fontsize=8)
 
@@ -79,9 +82,9 @@ def _draw_reuse(ax, edges: np.ndarray, lookups: np.ndarray, never: int, floor_bl
     ax.grid(axis="x", visible=False)
 
 
-def _draw_guesses(ax, right: Mapping[str, np.ndarray]) -> None:
+def _draw_guesses(ax, right: Mapping[str, Sequence[float]]) -> None:
     for name, shares in right.items():
-        numbers, percent = np.arange(1, len(shares) + 1), 100 * shares
+        numbers, percent = np.arange(1, len(shares) + 1), 100 * np.asarray(shares)
         if name.endswith("guesses"):  # a control
             ax.plot(numbers, percent, color=COLOURS[name], ls="--", lw=1)
             ax.annotate(
