@@ -7,6 +7,7 @@ sweep       under many, as rows
 curve       LRU at all budgets at once
 floor       the budget below which an LRU hits nothing
 advice      cliff, knee, and what a better policy could gain
+sizes       in bytes or slots, as the trace allows; the places on a curve as rows
 notes       what must be read beside a hit rate
 model       whose trace it is, and how large its blocks are
 live        the misses an engine recorded against those of a replay
@@ -25,6 +26,7 @@ from nemolab.simulate.lookups import Lookups, from_routing, from_trace
 from nemolab.simulate.model import join_model
 from nemolab.simulate.notes import list_notes
 from nemolab.simulate.replay import POLICY_NAMES, Replay, replay
+from nemolab.simulate.sizes import Scale, list_places, read_scale
 from nemolab.simulate.summary import list_facts, measure_trace
 from nemolab.simulate.sweep import DEFAULT_POLICIES, DEFAULT_SHARES, default_budgets, sweep
 from nemolab.trace import DECODE, PREFILL
@@ -40,6 +42,7 @@ __all__ = [
     "LiveCheck",
     "Lookups",
     "Replay",
+    "Scale",
     "advise",
     "check_live",
     "default_budgets",
@@ -49,6 +52,7 @@ __all__ = [
     "join_model",
     "list_facts",
     "list_notes",
+    "list_places",
     "list_points",
     "lru_curve",
     "lru_floor",
@@ -58,6 +62,7 @@ __all__ = [
     "read_budgets",
     "read_policies",
     "read_prefetches",
+    "read_scale",
     "replay",
     "sweep",
     "token_cycle",

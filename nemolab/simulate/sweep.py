@@ -8,6 +8,7 @@ from nemolab.progress import Progress
 from nemolab.simulate.asked import check_answerable
 from nemolab.simulate.lookups import Lookups
 from nemolab.simulate.replay import replay
+from nemolab.simulate.sizes import read_scale
 from nemolab.units import Budget
 
 DEFAULT_SHARES = (0.05, 0.1, 0.25, 0.5, 1.0)  # of all blocks, where nobody names a budget
@@ -51,10 +52,4 @@ def sweep(
 
 def default_budgets(lookups: Lookups) -> list[Budget]:
     """DEFAULT_SHARES of all blocks of the model: in bytes where their sizes are known, else in slots."""
-    if lookups.size_bytes is None:
-        return [Budget(slots=slots) for slots in _shares_of(lookups.n_keys)]
-    return [Budget(size_bytes=size_bytes) for size_bytes in _shares_of(int(lookups.size_bytes.sum()))]
-
-
-def _shares_of(whole: int) -> list[int]:
-    return list(dict.fromkeys(max(1, round(share * whole)) for share in DEFAULT_SHARES))
+    return read_scale(lookups).budgets(DEFAULT_SHARES)
