@@ -7,6 +7,7 @@ from nemolab.errors import UsageError
 from nemolab.kernels import read_memory
 from nemolab.kernels.team import Team
 from nemolab.measure import bench, record
+from nemolab.measure.bench_bookkeeping import bench_bookkeeping
 from nemolab.measure.bench_trace import bench_trace
 
 
@@ -78,3 +79,32 @@ def test_trace_bench_does_the_same_work_twice(tmp_path, prefetch):
         assert len(record(**row, folder=tmp_path)["values"]) == 3
     with pytest.raises(UsageError, match="at least 3"):
         bench_trace(path, repeats=2)
+
+
+def test_bookkeeping_bench_runs_the_real_cache_without_reads(tmp_path):
+    from nemolab.simulate import from_trace, replay
+    from nemolab.trace.synthetic import sticky_trace
+
+    found = bench_bookkeeping(tokens=2, repeats=3, warm_up=20, prefetch=2, shape=(4, 32, 3))
+    rows = {row["name"].partition(".")[2]: row for row in found["rows"]}
+    assert set(rows) == {"decisions", "lookup", "lookup_ahead"}
+    for name, row in rows.items():
+        assert len(record(**row, folder=tmp_path)["values"]) == 3 and found[f"{name}_ms"] > 0
+    assert [row["settings"]["prefetch"] for row in rows.values()] == [0, 0, 2]
+    slots = rows["lookup"]["settings"]["slots"]
+    missed = replay(from_trace(sticky_trace(26, 4, 32, 3)), "lru", slots=slots).missed[-6 * 4 * 3 :]
+    assert found["hit_rate"] == pytest.approx(1 - missed.mean()), "as a replay of the same tokens"
+    assert rows["lookup_ahead"]["settings"]["hit_rate"] == found["hit_rate_ahead"] != found["hit_rate"]
+    with pytest.raises(UsageError, match="at least 3"):
+        bench_bookkeeping(repeats=2)
+
+
+def test_guesses_of_the_bookkeeping_bench_are_right_as_often_as_it_says():
+    from nemolab.measure.bench_bookkeeping import GUESSES_RIGHT, _draw_guesses
+    from nemolab.trace.synthetic import sticky_trace
+
+    experts = sticky_trace(200, 4, 64, 6).experts
+    guesses = _draw_guesses(experts, 64, 4)
+    right = (guesses[..., None] == experts[:, :, None, :]).any(-1).mean()
+    by_luck = (1 - GUESSES_RIGHT) * 6 / 64
+    assert guesses.shape == (200, 4, 4) and right == pytest.approx(GUESSES_RIGHT + by_luck, abs=0.02)

@@ -184,6 +184,29 @@ def replay(trace, tokens, alone, repeats, record):
     return Answer(data, f"{speeds_table}\n\n{answer.text}")
 
 
+@verb("bookkeeping")
+@click.option("--prefetch", type=click.IntRange(min=1), default=4, show_default=True, help="Guesses ahead a layer.")
+@click.option("--policy", default="lru", show_default=True, help="What leaves the cache, as in `nemolab simulate`.")
+@click.option("--tokens", type=click.IntRange(min=1), default=20, show_default=True, help="In a row, for a sample.")
+@click.option("--repeats", type=click.IntRange(min=3), default=15, show_default=True, help="Rounds.")
+@click.option("--record", is_flag=True, help="Keep the samples as rows in data/measurements.")
+def bookkeeping(prefetch, policy, tokens, repeats, record):
+    """CPU time that the RAM cache needs to decide, for the 880 lookups of one token of Nemotron-3-Super.
+
+    Synthetic routing with the published hit rate; reads cost nothing here, so that only decisions, tables and rows are
+    timed: CPU milliseconds of one thread. lookup is without reads ahead, lookup_ahead with them, decisions the part
+    of lookup that a replay does too. The target is 1 ms for lookup.
+
+    \b
+    Examples:
+      nemolab bench bookkeeping
+      nemolab bench bookkeeping --policy sieve --json
+    """
+    from nemolab.measure.bench_bookkeeping import bench_bookkeeping
+
+    return _answer(bench_bookkeeping(tokens, repeats, prefetch, policy), record)
+
+
 @verb("moe-step")
 @click.option("--shape", default="super", show_default=True, help="Sizes of an expert: super, nano or tiny.")
 @click.option("--experts", type=click.IntRange(min=1), default=22, show_default=True, help="Chosen for a token.")
@@ -232,3 +255,4 @@ bench.add_command(trace)
 bench.add_command(linear)
 bench.add_command(replay)
 bench.add_command(moe_step)
+bench.add_command(bookkeeping)

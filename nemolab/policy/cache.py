@@ -77,7 +77,7 @@ class Cache:
         self._core = start_core(sizes, capacity_bytes, forced=policy.forced)
         self._state = policy.start(Setting(self._core.entries["size_bytes"].copy(), capacity_bytes, seed))
         self._outcome = np.zeros(n_keys, np.uint8)
-        self._parts = np.zeros((3, n_keys), np.int32)  # hits, misses and useful hits of the last batch
+        self._parts = np.zeros(3 * n_keys, np.int32)  # hits, misses, useful hits, victims of the last batch, in a row
 
     def __contains__(self, key: int) -> bool:
         return bool(self._core.entries["held"][key] != ABSENT)
@@ -118,14 +118,12 @@ class Cache:
     def batch(self, keys: Sequence[int]) -> Batch:
         """Look up all of a layer's experts at one step: misses enter, then victims leave until the budget holds."""
         keys = _order_by_last(keys)
-        counts = self._look_up(self._core, self._state, keys, self._outcome, self._parts)
-        return self._report(counts, self._list_victims())
+        return self._report(self._look_up(self._core, self._state, keys, self._outcome, self._parts))
 
     def pass_by(self, keys: Sequence[int]) -> Batch:
         """Look up for a prompt pass: hits are not refreshed, misses do not enter, so there are no victims."""
         keys = _order_by_last(keys)
-        counts = self._look_up_passing(self._core, self._state, keys, self._outcome, self._parts)
-        return self._report(counts, [])
+        return self._report(self._look_up_passing(self._core, self._state, keys, self._outcome, self._parts))
 
     def prefetch(self, guesses: Sequence[int]) -> Round:
         """Take in those of the guesses for the next layer that are absent, as far as the running batch leaves room.
@@ -135,26 +133,25 @@ class Cache:
         guesses = np.asarray(guesses, np.int32)
         self._issue(self._core, self._state, guesses)
         reads = self._core.wanted[: self._core.numbers[ISSUED]].tolist()
-        return Round(reads, self._list_victims())
+        return Round(reads, self._core.victims[: self._core.numbers[N_VICTIMS]].tolist())
 
     @cached_property
     def _look_up(self) -> Callable:
-        return _open_door(_look_up_once, (self._core, self._state, self._parts[0], self._outcome, self._parts))
+        return _open_door(_look_up_once, (self._core, self._state, self._parts, self._outcome, self._parts))
 
     @cached_property
     def _look_up_passing(self) -> Callable:
-        return _open_door(_look_up_passing_once, (self._core, self._state, self._parts[0], self._outcome, self._parts))
+        return _open_door(_look_up_passing_once, (self._core, self._state, self._parts, self._outcome, self._parts))
 
     @cached_property
     def _issue(self) -> Callable:
-        return _open_door(_issue_once, (self._core, self._state, self._parts[0]))
+        return _open_door(_issue_once, (self._core, self._state, self._parts))
 
-    def _report(self, counts: tuple[int, int, int], victims: list[int]) -> Batch:
-        hits, misses, useful = (self._parts[part, :count].tolist() for part, count in enumerate(counts))
-        return Batch(hits, misses, victims, useful)
-
-    def _list_victims(self) -> list[int]:
-        return self._core.victims[: self._core.numbers[N_VICTIMS]].tolist()
+    def _report(self, ends: tuple[int, int, int, int]) -> Batch:
+        # One way from compiled code into a list: four would take longer than all of the lookup.
+        misses, useful, victims, end = ends
+        keys = self._parts[:end].tolist()
+        return Batch(keys[:misses], keys[misses:useful], keys[victims:], keys[useful:victims])
 
 
 def _order_by_last(keys: Sequence[int]) -> np.ndarray:
@@ -184,35 +181,45 @@ def _open_door(door, arguments: tuple) -> Callable:
 
 
 @jit_inner
-def _part(keys, outcome, parts):
-    """Sort the keys of a batch into rows of `parts`: hits, misses, useful hits. Returns how many each has."""
-    hits = misses = useful = 0
-    for at in range(len(keys)):
-        if outcome[at] & MISSED:
-            parts[1, misses] = keys[at]
-            misses += 1
-        else:
-            parts[0, hits] = keys[at]
-            hits += 1
-        if outcome[at] & USEFUL:
-            parts[2, useful] = keys[at]
-            useful += 1
-    return hits, misses, useful
+def _part(core, keys, outcome, parts):
+    """Write hits, misses, useful hits and victims of a batch one behind the other. Returns where each but the first
+    begins, and the end."""
+    at = 0
+    for place in range(len(keys)):
+        if not outcome[place] & MISSED:
+            parts[at] = keys[place]
+            at += 1
+    misses = at
+    for place in range(len(keys)):
+        if outcome[place] & MISSED:
+            parts[at] = keys[place]
+            at += 1
+    useful = at
+    for place in range(len(keys)):
+        if outcome[place] & USEFUL:
+            parts[at] = keys[place]
+            at += 1
+    victims = at
+    for place in range(core.numbers[N_VICTIMS]):
+        parts[at] = core.victims[place]
+        at += 1
+    return misses, useful, victims, at
 
 
 @jit
 def _look_up_once(core, state, keys, outcome, parts):
     core, state, keys, outcome, parts = unowned((core, state, keys, outcome, parts))
     look_up(core, state, keys, np.int64(0), len(keys), outcome)
-    return _part(keys, outcome, parts)
+    return _part(core, keys, outcome, parts)
 
 
 @jit
 def _look_up_passing_once(core, state, keys, outcome, parts):
     core, state, keys, outcome, parts = unowned((core, state, keys, outcome, parts))
+    core.numbers[N_VICTIMS] = 0
     look_up_passing(core, keys, np.int64(0), len(keys), outcome)
     pass_by(state, core.entries, keys, np.int64(0), len(keys))
-    return _part(keys, outcome, parts)
+    return _part(core, keys, outcome, parts)
 
 
 @jit

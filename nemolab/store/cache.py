@@ -71,7 +71,7 @@ class ExpertCache:
         self._arena = Arena(self.slots + 2 * self.ring, self.block_bytes)
         self.arena = self._arena.rows
         self._views = list(self.arena)
-        self._row_of: dict[int, int] = {}  # block index -> row
+        self._row_of: dict[int, int] = {}  # block index -> row, once the block is there whole or noted as read ahead
         self._free_rows = list(range(self.slots - 1, -1, -1))  # low rows first: untouched memory is not taken
         self._granted = 0  # rows that memory was found for
         self._counts: dict[str, _Counts] = {}
@@ -108,10 +108,10 @@ class ExpertCache:
         if len(keys) > self.slots and len(set(keys)) > self.slots:
             raise StoreError(f"a batch of {len(set(keys))} experts does not fit a cache of {self.slots} blocks")
         row_of = self._row_of
-        absent = [key for key in keys if key not in row_of]
         try:
-            if absent and self._granted < self.slots:
-                self._grow(len(row_of) + len(set(absent)), len(set(keys)))
+            if self._granted < self.slots:
+                distinct = set(keys)
+                self._grow(len(row_of) + len(distinct - row_of.keys()), len(distinct))
             done = self._decisions.batch(keys)
             late = self._ahead.count_late(done.useful) if done.useful else 0
             if done.misses:
@@ -119,7 +119,7 @@ class ExpertCache:
             if done.useful:
                 self._ahead.take(done.useful)
         except BaseException:
-            self._forget(absent)
+            self._forget()
             raise
         self.missed = len(done.misses)
         counts = self._count(phase, len(done.hits), self.missed)
@@ -147,13 +147,13 @@ class ExpertCache:
                 self._grow(len(row_of) + len(absent), 0)
             done = self._decisions.prefetch(keys)
             self._vacate(done.victims, phase)
-            for key in done.reads:
-                row_of[key] = self._free_rows.pop()
             counts = self._counts_of(phase)
             counts.issued += len(done.reads)
-            self._ahead.start([(key, self._views[row_of[key]]) for key in done.reads], counts)
+            rows = [self._free_rows.pop() for _ in done.reads]
+            self._ahead.start([(key, self._views[row]) for key, row in zip(done.reads, rows, strict=True)], counts)
+            row_of.update(zip(done.reads, rows, strict=True))
         except BaseException:
-            self._forget(absent)
+            self._forget()
             raise
         return len(done.reads)
 
@@ -277,9 +277,9 @@ class ExpertCache:
     def _fill(self, misses: list[int], victims: list[int], phase: str) -> None:
         """Read the misses into rows of their own, those of the victims first of all."""
         self._vacate(victims, phase)
-        for key in misses:
-            self._row_of[key] = self._free_rows.pop()
-        self.reader.read_many([(key, self._views[self._row_of[key]]) for key in misses])
+        rows = [self._free_rows.pop() for _ in misses]
+        self.reader.read_many([(key, self._views[row]) for key, row in zip(misses, rows, strict=True)])
+        self._row_of.update(zip(misses, rows, strict=True))
 
     def _vacate(self, victims: list[int], phase: str) -> None:
         """The rows of the victims are free: those still being read once their read has ended."""
@@ -293,10 +293,10 @@ class ExpertCache:
             (counts or issuer).wasted += 1
             issuer.lost += not arrived
 
-    def _forget(self, unread: list[int]) -> None:
-        """After a failed read, or an interrupt between any two steps: only what was whole before counts as cached."""
+    def _forget(self) -> None:
+        """After a failed read, or an interrupt between any two steps: only what is whole counts as cached."""
         self.restarts += 1
-        self._start_over(unread)
+        self._start_over()
 
     def _start_over(self, without: Iterable[int] = ()) -> None:
         """New decisions over what is cached and was asked for, but `without` these."""
