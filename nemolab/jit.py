@@ -79,8 +79,8 @@ def jit_inner(function: Callable) -> Callable:
 def unowned(typing_context, value):
     """The same arrays, or tuples of arrays, without a count of who refers to them; for compiled code only.
 
-    numba counts at every call and every field of a tuple, in atomic steps: with small functions over a state of many
-    arrays that took two thirds of the time. Sound where the caller's arguments outlive the use, so never return one.
+    numba counts at every call and every field of a tuple, in atomic steps, which adds up in small functions over a
+    state of many arrays. Sound where the caller's arguments outlive the use, so never return one.
     """
 
     def make(context, builder, signature, arguments):

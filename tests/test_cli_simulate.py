@@ -191,6 +191,17 @@ def test_repetition_is_not_counted_across_a_gap():
 # --- what is said beside a rate
 
 
+def test_options_that_would_change_the_answer_are_named(ask):
+    def options(trace, *words):
+        return next((note for note in ask(trace, *words, "--budget", "9slots")["notes"] if note.startswith("--")), None)
+
+    assert options(draw_trace(meta={}), "--prefetch", "2") == (
+        "--cold empties the cache at each conversation; --block-bytes N says how large a block is; "
+        "--reads-in-time N counts what is late"
+    )
+    assert options(draw_trace(), "--cold", "--prefetch", "2", "--reads-in-time", "1") is None
+
+
 def test_notes_come_first_and_say_phase_start_and_sizes(call):
     code, out, _ = call(draw_trace(meta={}), "--budget", "4slots,5slots,9slots,99slots")
     notes = [line for line in out.splitlines() if line.startswith("note: ")]
@@ -276,11 +287,12 @@ def live_of(trace, **settings):
 CACHE = {"policy": "lru", "slots": 9, "budget_bytes": 36864, "prefetch": 2}
 
 
-def recorded_trace(change=0):
-    plain = draw_trace()
-    live = live_of(plain, policy="lru", slots=9, prefetch=2)
+def recorded_trace(change=0, **cache):
+    """Live misses of CACHE, with `change` more in one batch; `cache`: what the file says of it instead."""
+    live = live_of(draw_trace(), policy="lru", slots=9, prefetch=2)
     live[-1, 1] += change
-    return draw_trace(meta={"taken": {"kind": "chat", "cache": CACHE}, "block_bytes": (4096,) * 3}, live_misses=live)
+    taken = {"kind": "chat", "cache": CACHE | cache}
+    return draw_trace(meta={"taken": taken, "block_bytes": (4096,) * 3}, live_misses=live)
 
 
 def test_check_holds_live_misses_against_a_replay_of_the_recorded_cache(call, ask):
@@ -301,11 +313,8 @@ def test_check_fails_where_one_batch_differs(call):
 
 
 def test_check_of_another_prefetch_is_seen_to_differ():
-    trace = recorded_trace()
-    assert check_live(trace).equal
-    trace.meta.taken["cache"]["prefetch"] = 1
-    assert not check_live(trace).equal
-    trace.meta.taken["cache"]["prefetch"] = 2
+    assert check_live(recorded_trace()).equal
+    assert not check_live(recorded_trace(prefetch=1)).equal
 
 
 @pytest.mark.parametrize(
@@ -359,15 +368,29 @@ def test_a_plot_that_cannot_be_is_refused_before_any_work(call, name, word):
     refuse(call("no such trace", "--plot", name), name, word)
 
 
-def test_an_interrupt_leaves_no_figure(call, monkeypatch, tmp_path):
-    import nemolab.simulate
+def test_an_interrupt_while_it_is_written_leaves_the_figure_of_before(call, monkeypatch, tmp_path):
+    from matplotlib.figure import Figure
 
-    def stop(*_, **__):
+    seen = []
+
+    def stop(figure, file, **_):
+        file.write(b"half of it")
+        file.flush()
+        seen.extend(path.name for path in tmp_path.iterdir())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(nemolab.simulate, "sweep", stop)
+    (tmp_path / "curve.png").write_bytes(b"before")
+    monkeypatch.setattr(Figure, "savefig", stop)
     assert call(draw_trace(), "--plot", "curve.png")[0] == 130
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["toy.trace"]
+    assert len(seen) == 3, "it was being written"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["curve.png", "toy.trace"]
+    assert (tmp_path / "curve.png").read_bytes() == b"before"
+
+
+def test_a_plot_that_cannot_be_written_is_one_line(call, tmp_path):
+    (tmp_path / "curve.png").mkdir()
+    assert refuse(call(draw_trace(), "--plot", "curve.png"), "curve.png", "cannot be put in its place") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["curve.png", "toy.trace"]
 
 
 # --- words

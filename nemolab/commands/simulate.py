@@ -84,9 +84,6 @@ def simulate(
     """
     from nemolab import simulate as simulation
     from nemolab.commands import simulate_text
-    from nemolab.progress import progress_bar
-    from nemolab.system.memory import read_memory
-    from nemolab.trace import open_trace
 
     # Words first: what is wrong with them is said before a large file is read.
     budgets = simulation.read_budgets(",".join(budget)) if budget else None
@@ -95,39 +92,16 @@ def simulate(
     if plot is not None:
         _check_plot(plot)
 
-    recorded = open_trace(trace, n_experts=experts, block_bytes=block_bytes, prefill_warms=prefill_warms)
-    about_model: list[str] = []
-    if model is not None:
-        recorded, about_model = simulation.join_model(recorded, model)
+    recorded, notes = _open(trace, model, n_experts=experts, block_bytes=block_bytes, prefill_warms=prefill_warms)
     lookups = simulation.from_trace(recorded)
     live = simulation.check_live(recorded) if check else None
-    chosen = budgets if budgets is not None else simulation.default_budgets(lookups)
-    rows = simulation.sweep(
-        lookups,
-        chosen,
-        policies,
-        depths,
-        cold=cold,
-        reads_in_time=reads_in_time,
-        progress=progress_bar("replay", "run"),
-    )
-    phase, whole = simulation.main_curve(lookups, cold=cold)
-    notes = simulation.list_notes(
-        recorded, lookups, chosen, policies, depths, cold=cold, memory_bytes=read_memory().total_bytes
-    )
-    notes = about_model + notes
     if budgets is None:
+        budgets = simulation.default_budgets(lookups)
         shares = ", ".join(f"{share:.0%}" for share in simulation.DEFAULT_SHARES)
         notes.insert(0, f"no --budget was given: {shares} of all blocks of this model")
-    data = {
-        "trace": {"path": str(trace)} | simulation.list_facts(recorded),
-        "notes": notes,
-        "rows": rows,
-        "advice": simulation.advise(lookups, whole).to_dict(),
-        "gaps": simulation.find_gaps(rows, phase),
-        "curve_phase": phase,
-        "curve_cold": cold,
-    }
+    whole, found = _replay(lookups, budgets, policies, depths, cold, reads_in_time)
+    notes += _list_notes(recorded, lookups, budgets, policies, depths, cold, reads_in_time)
+    data = {"trace": {"path": str(trace)} | simulation.list_facts(recorded), "notes": notes} | found
     if curve:
         data["curve"] = simulation.list_points(lookups, whole)
     if measures:
@@ -143,6 +117,55 @@ def simulate(
     return Answer(data, simulate_text.render(data), problem)
 
 
+def _open(path, model, **overrides):
+    """The trace, and what is to be said of the model that it was held against."""
+    from nemolab.simulate import join_model
+    from nemolab.trace import open_trace
+
+    trace = open_trace(path, **overrides)
+    return (trace, []) if model is None else join_model(trace, model)
+
+
+def _replay(lookups, budgets, policies, depths, cold: bool, reads_in_time: int | None):
+    """The whole LRU curve, and the part of the answer that follows from it and from the replays."""
+    from nemolab import simulate as simulation
+    from nemolab.progress import progress_bar
+
+    rows = simulation.sweep(
+        lookups,
+        budgets,
+        policies,
+        depths,
+        cold=cold,
+        reads_in_time=reads_in_time,
+        progress=progress_bar("replay", "run"),
+    )
+    phase, whole = simulation.main_curve(lookups, cold=cold)
+    return whole, {
+        "rows": rows,
+        "advice": simulation.advise(lookups, whole).to_dict(),
+        "gaps": simulation.find_gaps(rows, phase),
+        "curve_phase": phase,
+        "curve_cold": cold,
+    }
+
+
+def _list_notes(trace, lookups, budgets, policies, depths, cold: bool, reads_in_time: int | None) -> list[str]:
+    """What is to be read beside the figures, and the options that would change it."""
+    from nemolab.simulate import list_notes
+    from nemolab.system.memory import read_memory
+
+    notes = list_notes(trace, lookups, budgets, policies, depths, cold=cold, memory_bytes=read_memory().total_bytes)
+    options = []
+    if not cold and (lookups.conversation != lookups.conversation[0]).any():
+        options.append("--cold empties the cache at each conversation")
+    if lookups.size_bytes is None:
+        options.append("--block-bytes N says how large a block is")
+    if any(depths) and reads_in_time is None:
+        options.append("--reads-in-time N counts what is late")
+    return notes + (["; ".join(options)] if options else [])
+
+
 def _check_plot(path) -> None:
     """Before any work: a form that is known, a folder that is there."""
     if path.suffix.lower() not in PLOT_SUFFIXES:
@@ -152,15 +175,14 @@ def _check_plot(path) -> None:
 
 
 def _draw(path, curve, data: dict) -> None:
-    """Draw the curve and the rows of its phase; the file is written at once, when the figure is whole."""
-    import io
-
+    """Draw the curve and the rows of its phase. The file appears under its name when all of it is on disk."""
     import matplotlib
 
     matplotlib.use("agg")
     import pandas as pd
 
     from nemolab import plots
+    from nemolab.store.files import finished_file
 
     unit = "slots" if curve.in_slots else "budget_bytes"
     advice = data["advice"]
@@ -178,6 +200,5 @@ def _draw(path, curve, data: dict) -> None:
         marks=marks,
         note=f"{data['trace']['kind']}, synthetic" if data["trace"]["synthetic"] else "",
     )
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format=path.suffix[1:].lower())
-    path.write_bytes(drawn.getvalue())
+    with finished_file(path) as file:
+        figure.savefig(file, format=path.suffix[1:].lower())

@@ -13,7 +13,7 @@ from nemolab.units import Budget, parse_budget, show_bytes
 
 Value = TypeVar("Value")
 ALL_POLICIES = "all"
-MOST_BYTES = 2**60  # sizes add up in 64 bits
+MOST = 2**60  # bytes or slots: sums of them fit 64 bits
 
 
 def read_budgets(words: str) -> list[Budget]:
@@ -83,8 +83,8 @@ def _read_budget(word: str) -> Budget:
     if re.fullmatch(r"0+\s*slots?", word, flags=re.IGNORECASE | re.ASCII):
         return Budget(slots=0)
     budget = parse_budget(word)
-    if max(budget.size_bytes or 0, budget.slots or 0) > MOST_BYTES:
-        raise UsageError(f"{word!r} is beyond any machine: at most {show_bytes(MOST_BYTES)} or as many slots")
+    if max(budget.size_bytes or 0, budget.slots or 0) > MOST:
+        raise UsageError(f"{word!r} is beyond any machine: at most {show_bytes(MOST)} or {MOST:,} slots")
     return budget
 
 

@@ -41,7 +41,7 @@ def list_notes(
     if any(prefetches):
         notes.append(
             "prefetch reads the next layer's first guesses while a layer computes; reads = misses + prefetch reads; "
-            "how many are late depends on the disk: it is counted only where --reads-in-time says how many are not"
+            "how many are late depends on the disk: it is counted only where it is said how many are not"
         )
     return notes
 
@@ -55,8 +55,8 @@ def _about_trace(trace: Trace) -> list[str]:
         notes.append(
             "the experts of a token are not in rank order in this file: ties in recency follow the file's order"
         )
-    told = trace.meta.taken.get("notes", ())
-    notes += [note for note in told if isinstance(note, str) and note.isprintable()]  # of a file, so of a stranger
+    own = trace.meta.taken.get("notes", ())
+    notes += [note for note in own if isinstance(note, str) and note.isprintable()]  # of a file, so of a stranger
     if not is_synthetic(trace) and (note := looks_independent(trace)):
         notes.append(note)
     return notes
@@ -68,7 +68,7 @@ def _about_start(lookups: Lookups, cold: bool) -> str:
         return "one conversation, and the cache is empty when it begins (cold)"
     if cold:
         return f"cold: the cache is emptied at the start of each of {count} conversations"
-    return f"carried: {count} conversations, each begins with what the one before left in the cache (--cold empties it)"
+    return f"carried: {count} conversations, each begins with what the one before left in the cache"
 
 
 def _about_phases(lookups: Lookups) -> list[str]:
@@ -88,7 +88,7 @@ def _about_phases(lookups: Lookups) -> list[str]:
 
 def _about_sizes(lookups: Lookups, budgets: Sequence[Budget]) -> list[str]:
     if lookups.size_bytes is None:
-        return ["the trace does not say how large its blocks are: no bytes are given (--block-bytes N says it)"]
+        return ["the trace does not say how large its blocks are: no bytes are given"]
     if lookups.block_bytes is not None:
         return []
     least, most = (show_bytes(int(size)) for size in (lookups.size_bytes.min(), lookups.size_bytes.max()))
