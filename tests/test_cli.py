@@ -8,8 +8,9 @@ import sys
 
 import click
 import pytest
+from faults import run_cli
 
-from nemolab.cli import main, root
+from nemolab.cli import root
 from nemolab.commands.verb import Answer, table, to_json, verb
 from nemolab.errors import NemolabError
 
@@ -18,15 +19,10 @@ JSON_VERBS = [name for name, command in root.commands.items() if not isinstance(
 
 
 @pytest.fixture
-def call(capsys, tmp_path, monkeypatch):
+def call(tmp_path, monkeypatch):
     """Run a command line from an unrelated folder: (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
-
-    def run(*words) -> tuple[int, str, str]:
-        code = main([str(word) for word in words])
-        return (code, *capsys.readouterr())
-
-    return run
+    return run_cli
 
 
 def run_process(*words, code_before: str = "", **options) -> subprocess.CompletedProcess:

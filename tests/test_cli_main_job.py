@@ -5,19 +5,18 @@ import math
 import shutil
 
 import pytest
+from faults import run_cli
 
-from nemolab.cli import main
 from nemolab.commands.compare import RECORDED, record_comparison
 
 
 @pytest.fixture
-def call(capsys, tmp_path, monkeypatch):
+def call(tmp_path, monkeypatch):
     """Run a command line from an unrelated folder: (exit code, the JSON on stdout or None, stderr)."""
     monkeypatch.chdir(tmp_path)
 
     def run(*words):
-        code = main([*(str(word) for word in words), "--json"])
-        out, err = capsys.readouterr()
+        code, out, err = run_cli(*words, "--json")
         return code, json.loads(out) if out else None, err
 
     return run
@@ -27,7 +26,7 @@ def call(capsys, tmp_path, monkeypatch):
 def store(tmp_path_factory):
     """A store of the shipped model, made by command."""
     folder = tmp_path_factory.mktemp("job") / "store"
-    assert main(["repack", "--to", str(folder)]) == 0
+    assert run_cli("repack", "--to", folder)[0] == 0
     return folder
 
 

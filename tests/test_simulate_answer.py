@@ -4,8 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from test_simulate_rules import draw_case
-from toy_traces import make_trace
+from toy_traces import draw_case, make_trace
 
 from nemolab import simulate
 from nemolab.commands import simulate_text

@@ -3,51 +3,12 @@
 import numpy as np
 import pytest
 from plain_cache import replay_plainly
+from toy_traces import draw_case
 
 from nemolab.policy.core import FIRST, MISSED, USEFUL
 from nemolab.simulate import DECODE, from_routing, lru_curve, lru_floor, replay
 
 CASES = 500
-
-
-def draw_case(seed):
-    """A small routing with what real ones have: layers that saw no token, fewer experts, several tokens a step,
-    conversations that come back, guesses that are right as often as not."""
-    rng = np.random.default_rng(seed)
-    n_tokens, n_layers, n_experts = rng.integers(1, 40), rng.integers(1, 5), int(rng.integers(2, 9))
-    top_k = min(int(rng.integers(1, 4)), n_experts)
-    experts = np.argsort(rng.random((n_tokens, n_layers, n_experts)), axis=2)[:, :, :top_k]
-    if rng.random() < 0.5:
-        experts = np.where(rng.random(experts.shape) < 0.2, experts[0], experts)  # twice in one place, at times
-    if rng.random() < 0.4:
-        experts[rng.random((n_tokens, n_layers)) < 0.15] = -1
-    if rng.random() < 0.3:
-        experts[rng.random(experts.shape) < 0.15] = -1
-    phase, conversation, step = [], [], []
-    while len(phase) < n_tokens:
-        prompt = rng.random() < 0.2
-        length = int(rng.integers(1, 5)) if prompt else 1 + (rng.random() < 0.2)
-        talk = int(rng.integers(0, 4)) if prompt or not phase else conversation[-1]
-        phase += [0 if prompt else 1] * length
-        conversation += [talk] * length
-        step += [(step[-1] if step else 0) + int(rng.integers(1, 3))] * length
-    n_guesses = int(rng.integers(1, 5))
-    guesses = rng.integers(-1, n_experts, (n_tokens, n_layers, n_guesses))
-    right = rng.random((n_tokens, n_layers)) < 0.5
-    shared = min(n_guesses, top_k)
-    guesses[:, :, :shared][right] = experts[:, :, :shared][right]
-    guesses[:, 0] = -1
-    routing = {
-        "experts": experts,
-        "phase": phase[:n_tokens],
-        "conversation": conversation[:n_tokens],
-        "step": step[:n_tokens],
-        "guesses": guesses,
-        "prefill_warms": bool(rng.random() < 0.3),
-    }
-    sizes = rng.integers(1, 5, n_layers).tolist()
-    asked = {"prefetch": int(rng.integers(0, n_guesses + 1)), "cold": bool(rng.random() < 0.5)}
-    return routing, n_experts, sizes, int(rng.integers(0, 60)), asked
 
 
 def run_replay(routing, n_experts, sizes, budget, asked, policy="lru"):
