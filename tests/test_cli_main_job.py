@@ -101,7 +101,8 @@ def test_recorded_comparisons_keep_what_is_finite(monkeypatch, capsys):
     monkeypatch.setattr("nemolab.measure.record", lambda *row: rows.append(row))
     text = dict.fromkeys(RECORDED, 0.5) | {"name": "short", "tokens": 9, "greedy_of": 64}
     control = {"name": "swapped nibbles", "ppl": math.inf, "kl_mean_least": 3.0}
-    record_comparison({"model": "m", "threads": 2, "store_layout": "neuron", "texts": [text], "controls": [control]})
+    shared = {"model": "m", "threads": 2, "device": "cpu", "store_layout": "neuron"}
+    record_comparison(shared | {"texts": [text], "controls": [control]})
     settings = {"model": "m", "threads": 2, "layout": "neuron", "control": "swapped nibbles"}
     assert rows[-1] == ("compare.control_kl_mean_least", [3.0], "nats", settings)
     assert [row[0] for row in rows[:-1]] == [f"compare.{name}" for name in RECORDED]
