@@ -179,7 +179,7 @@ def replay(trace, tokens, alone, repeats, record):
 
     data = bench_replay(trace, tokens=tokens, repeats=repeats, rival=not alone)
     answer = _answer(data, record)
-    speeds = [[name, _plain(rate), _plain(data["first_call_s"][name])] for name, rate in data["policies"].items()]
+    speeds = [[name, _plain(rate), _plain(data["first_call_s"][name])] for name, rate in data["million_per_s"].items()]
     speeds_table = table(["policy", "million lookups/s", "first call, s"], speeds)
     return Answer(data, f"{speeds_table}\n\n{answer.text}")
 
