@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 
 import matplotlib
 
@@ -38,10 +39,14 @@ def headings(cells) -> list[str]:
     ]
 
 
+def code_cells(notebook) -> list:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
 def check_shape(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     cells = notebook.cells
-    code = [cell for cell in cells if cell.cell_type == "code"]
+    code = code_cells(notebook)
     assert re.fullmatch(rf"# {path.stem[:2]} [A-Z].*\?", headings(cells)[0]), "the title has the number and a question"
     assert [line[3:] for line in headings(cells) if line.startswith("## ")] == SECTIONS
     assert not any("parameters" in cell.metadata.get("tags", []) for cell in code[:1] + code[2:])
@@ -49,7 +54,8 @@ def check_shape(path: Path) -> None:
     assert all(re.match(r"[A-Z_]+ = ", line) for line in code[1].source.splitlines()), "plain assignments only"
     assert 'MODEL = ""' in code[1].source
     assert not any(re.match(r"\s*(def|class) ", line) for cell in code for line in cell.source.splitlines())
-    assert max(len(cell.source.splitlines()) for cell in code) <= 18 and 12 <= len(cells) <= 32
+    lines = [len(cell.source.splitlines()) for cell in code]
+    assert max(lines) <= 18 and median(lines) <= 6 and 12 <= len(cells) <= 32, "about five lines a cell"
     assert "measure.versions()" in code[-1].source and cells[-1] is code[-1]
     assert notebook.metadata.kernelspec.name == "python3", "whatever environment it was written in"
     assert not any(cell.get("attachments") for cell in cells), "pictures lie beside the notebook"
@@ -57,7 +63,7 @@ def check_shape(path: Path) -> None:
 
 def check_outputs(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    code = code_cells(notebook)
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1)), "run by `make notebooks`"
     outputs = [output for cell in code for output in cell.outputs]
     assert not any(output.output_type == "error" or output.get("name") == "stderr" for output in outputs)
@@ -104,6 +110,7 @@ def test_links_lead_somewhere(path):
         lambda notebook: notebook.cells.pop(-1),
         lambda notebook: notebook.metadata.kernelspec.update(name="my-env"),
         lambda notebook: notebook.cells[-1].update(source="def helper():\n    pass"),
+        lambda notebook: [cell.update(source=cell.source + 4 * "\n1") for cell in code_cells(notebook)[2:-1]],
         lambda notebook: notebook.cells.insert(0, nbformat.v4.new_markdown_cell("# Untitled")),
     ],
 )
@@ -162,7 +169,7 @@ def test_executed_notebook_shows_its_figures(executed, path):
 
 
 def check_outputs_but_paths(path: Path) -> None:
-    cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    cells = code_cells(nbformat.read(path, as_version=4))
     assert all(cell.execution_count for cell in cells), "no cell was skipped"
     assert not any(output.output_type == "error" for cell in cells for output in cell.outputs)
 

@@ -95,4 +95,4 @@ def _shade_gap(ax, along: np.ndarray, rates: np.ndarray, points: "pd.DataFrame",
         grid = np.unique([*sizes, *along[(along > sizes[0]) & (along < sizes[-1])]])
         lru = rates[np.searchsorted(along, grid, side="right") - 1]
         optimum = np.interp(grid, sizes, 100 * best["hit_rate"])
-        ax.fill_between(grid, lru, optimum, color="#F0F0F0", lw=0, zorder=0, label="Belady's gap")
+        ax.fill_between(grid, lru, optimum, color="#E3F0FA", lw=0, zorder=0, label="Belady's gap")
