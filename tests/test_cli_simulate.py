@@ -1,14 +1,13 @@
-"""`nemolab simulate`: toy traces with known answers, what it says beside a rate, and one clear line for wrong words."""
+"""`nemolab simulate`: toy traces with known answers, and what it says beside a rate."""
 
 import json
 
 import numpy as np
 import pytest
+from simulate_cli import ask, call, refuse, rows_of
 from toy_traces import KNOWN, draw_trace, make_trace
 
-from nemolab.cli import main
-from nemolab.simulate import POLICY_NAMES, check_live, from_trace, replay, sweep
-from nemolab.trace import write_trace
+from nemolab.simulate import POLICY_NAMES, from_trace, replay, sweep
 from nemolab.units import Budget
 
 ROW_KEYS = (
@@ -18,49 +17,15 @@ ROW_KEYS = (
 GAP_PARTS = ("lru_hit_rate", "policy_share", "size_share", "compulsory_share")
 
 
-@pytest.fixture
-def call(capsys, tmp_path, monkeypatch):
-    """Run the verb on a trace, or on a path, in a folder of its own: (exit code, stdout, stderr)."""
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-
-    def run(trace, *words):
-        if not isinstance(trace, str):
-            write_trace(tmp_path / "toy.trace", trace)
-            trace = "toy.trace"
-        code = main(["simulate", trace, *map(str, words)])
-        return (code, *capsys.readouterr())
-
-    return run
-
-
-@pytest.fixture
-def ask(call):
-    """The JSON document of the verb."""
-
-    def run(trace, *words):
-        code, out, err = call(trace, *words, "--json")
-        assert code == 0, err
-        return json.loads(out)
-
-    return run
-
-
-def rows_of(data, phase="decode", **wanted):
-    return [row for row in data["rows"] if row["phase"] == phase and wanted.items() <= row.items()]
-
-
-def refuse(answer, *words):
-    code, out, err = answer
-    assert code in (1, 2) and not out and err.startswith("nemolab: ") and err.count("\n") == 1, err
-    for word in words:
-        assert word in err, err
-    return code
 
 
 # --- known answers
 
 
-def test_the_known_trace_has_its_known_misses(ask):
+def test_the_known_trace_has_its_known_misses():
     data = ask(make_trace(KNOWN), "--budget", "2slots", "--policy", "lru,belady,belady-bypass")
     found = {row["policy"]: (row["misses"], row["compulsory"]) for row in rows_of(data)}
     assert found == {"lru": (9, 4), "belady": (7, 4), "belady-bypass": (5, 4)}
@@ -68,7 +33,7 @@ def test_the_known_trace_has_its_known_misses(ask):
 
 
 @pytest.mark.parametrize("slots, misses", [(0, 9), (1, 9), (100, 4)])
-def test_caches_of_nothing_of_one_and_without_end(ask, slots, misses):
+def test_caches_of_nothing_of_one_and_without_end(slots, misses):
     data = ask(make_trace(KNOWN), "--budget", f"{slots}slots", "--policy", "all")
     assert [row["policy"] for row in rows_of(data)] == list(POLICY_NAMES)
     for row in rows_of(data):
@@ -79,7 +44,7 @@ def test_caches_of_nothing_of_one_and_without_end(ask, slots, misses):
         assert row["hit_rate"] == (9 - misses) / 9 and row["reads_per_token"] == misses / 9
 
 
-def test_a_cycle_one_too_long_never_hits_an_lru(ask):
+def test_a_cycle_one_too_long_never_hits_an_lru():
     data = ask(make_trace([*range(6)] * 20), "--budget", "5slots,6slots", "--curve")
     assert [row["misses"] for row in rows_of(data, policy="lru")] == [120, 6]
     assert data["curve"] == [{"budget_bytes": None, "slots": 6, "hit_rate": 114 / 120}]
@@ -87,13 +52,13 @@ def test_a_cycle_one_too_long_never_hits_an_lru(ask):
     assert [row["misses"] for row in rows_of(data, policy="belady")][0] < 6 + 19 * 2
 
 
-def test_where_all_are_distinct_nothing_ever_hits(call, ask):
+def test_where_all_are_distinct_nothing_ever_hits():
     data = ask(make_trace(np.arange(40)), "--budget", "1slots,40slots", "--policy", "all", "--curve")
     assert {row["misses"] for row in rows_of(data)} == {40} and data["curve"] == []
     assert "nothing is looked up twice" in call(make_trace(np.arange(40)))[1]
 
 
-def test_duplicates_in_a_batch_are_one_lookup(ask):
+def test_duplicates_in_a_batch_are_one_lookup():
     prompt = make_trace([[[0, 1]], [[1, 2]], [[2, 1]], [[1, 2]]], phase=[0, 0, 0, 1], step=[0, 0, 0, 1])
     data = ask(prompt, "--budget", "4slots")
     assert [row["lookups"] for row in data["rows"] if row["policy"] == "lru"] == [3, 2, 5]
@@ -101,7 +66,7 @@ def test_duplicates_in_a_batch_are_one_lookup(ask):
     assert [rows_of(found, policy="lru")[0]["hits"] for found in (data, warm)] == [0, 2]
 
 
-def test_two_block_sizes_share_a_budget_of_bytes_but_not_of_slots(ask):
+def test_two_block_sizes_share_a_budget_of_bytes_but_not_of_slots():
     # Layer 0 has blocks of 3000 bytes, layer 1 of 1000; both alternate between two experts.
     two = make_trace([[[0], [0]], [[1], [1]]] * 8, 2, meta={"block_bytes": (3000, 1000)})
     data = ask(two, "--budget", "7999B,8000B,3slots,4slots", "--policy", "lru", "--curve")
@@ -113,7 +78,7 @@ def test_two_block_sizes_share_a_budget_of_bytes_but_not_of_slots(ask):
     assert rows_of(data)[0]["bytes_per_token"] == 4000 and any("differ in size" in note for note in data["notes"])
 
 
-def test_a_prompt_alone_hits_nothing_and_says_why(call, ask):
+def test_a_prompt_alone_hits_nothing_and_says_why():
     prompt = make_trace([[[0, 1]], [[0, 1]]], phase=[0, 0], step=[0, 1])
     data = ask(prompt, "--budget", "4slots", "--curve", "--measures")
     assert [row["hit_rate"] for row in data["rows"] if row["policy"] == "lru"] == [0.0, None, 0.0]
@@ -125,7 +90,7 @@ def test_a_prompt_alone_hits_nothing_and_says_why(call, ask):
 # --- rows, curve, measures
 
 
-def test_rows_have_the_promised_keys_three_phases_and_the_numbers_of_replay(ask):
+def test_rows_have_the_promised_keys_three_phases_and_the_numbers_of_replay():
     trace = draw_trace()
     data = ask(trace, "--budget", "20KiB,9slots", "--policy", "lru,lfu", "--prefetch", "0,3")
     assert len(data["rows"]) == 2 * 2 * 2 * 3
@@ -139,13 +104,13 @@ def test_rows_have_the_promised_keys_three_phases_and_the_numbers_of_replay(ask)
     assert data["rows"] == sweep(lookups, [Budget(size_bytes=20480), Budget(slots=9)], ["lru", "lfu"], [0, 3])
 
 
-def test_late_reads_are_counted_where_told_how_many_are_not(ask):
+def test_late_reads_are_counted_where_told_how_many_are_not():
     data = ask(draw_trace(), "--budget", "30slots", "--policy", "lru", "--prefetch", "3", "--reads-in-time", "0")
     (row,) = rows_of(data, "all")
     assert 0 < row["prefetch_late"] < row["prefetch_useful"], "one that is used only later had the time"
 
 
-def test_cold_and_carried_are_told_apart_in_words_and_numbers(ask):
+def test_cold_and_carried_are_told_apart_in_words_and_numbers():
     carried, cold = (ask(draw_trace(), "--budget", "30slots", *words) for words in ((), ("--cold",)))
     assert rows_of(carried)[0]["misses"] < rows_of(cold)[0]["misses"]
     assert (rows_of(carried)[0]["cold"], rows_of(cold)[0]["cold"]) == (False, True)
@@ -154,7 +119,7 @@ def test_cold_and_carried_are_told_apart_in_words_and_numbers(ask):
 
 
 @pytest.mark.parametrize("words", [(), ("--cold",), ("--prefill-warms",)])
-def test_the_curve_is_that_of_the_rows_at_every_size(ask, words):
+def test_the_curve_is_that_of_the_rows_at_every_size(words):
     data = ask(draw_trace(), "--budget", "1slots", "--curve", *words)
     sizes = [point["slots"] for point in data["curve"]]
     budgets = ",".join(f"{size}slots" for size in sizes)
@@ -164,7 +129,7 @@ def test_the_curve_is_that_of_the_rows_at_every_size(ask, words):
     assert all(point["budget_bytes"] == 4096 * point["slots"] for point in data["curve"])
 
 
-def test_measures_come_with_their_controls(ask):
+def test_measures_come_with_their_controls():
     data = ask(draw_trace(n_tokens=400, n_layers=4), "--measures")["measures"]
     assert data["tokens"] == 390 and len(data["entropy_bits"]) == 4 and data["entropy_bits_even"] == np.log2(12)
     assert set(data["guesses"]) == {"1", "2", "3"}
@@ -191,7 +156,7 @@ def test_repetition_is_not_counted_across_a_gap():
 # --- what is said beside a rate
 
 
-def test_options_that_would_change_the_answer_are_named(ask):
+def test_options_that_would_change_the_answer_are_named():
     def options(trace, *words):
         return next((note for note in ask(trace, *words, "--budget", "9slots")["notes"] if note.startswith("--")), None)
 
@@ -202,7 +167,7 @@ def test_options_that_would_change_the_answer_are_named(ask):
     assert options(draw_trace(), "--cold", "--prefetch", "2", "--reads-in-time", "1") is None
 
 
-def test_notes_come_first_and_say_phase_start_and_sizes(call):
+def test_notes_come_first_and_say_phase_start_and_sizes():
     code, out, _ = call(draw_trace(meta={}), "--budget", "4slots,5slots,9slots,99slots")
     notes = [line for line in out.splitlines() if line.startswith("note: ")]
     assert code == 0 and out.index("note: ") < out.index("policy  ")
@@ -219,14 +184,14 @@ def test_notes_come_first_and_say_phase_start_and_sizes(call):
     assert not any(note.startswith("note: 9 slots") for note in notes)
 
 
-def test_a_budget_below_a_batch_and_beyond_this_machine_are_replayed_with_a_warning(ask):
+def test_a_budget_below_a_batch_and_beyond_this_machine_are_replayed_with_a_warning():
     data = ask(draw_trace(), "--budget", "1slots,900TiB", "--policy", "lru")
     assert len(rows_of(data)) == 2
     assert any("an engine refuses such a cache" in note for note in data["notes"])
     assert any("900.00 TiB: more than this machine's memory" in note for note in data["notes"])
 
 
-def test_synthetic_traces_are_labelled(call, ask):
+def test_synthetic_traces_are_labelled():
     trace = draw_trace(meta={"taken": {"kind": "iid"}})
     data = ask(trace)
     assert data["trace"]["synthetic"] is True
@@ -235,7 +200,7 @@ def test_synthetic_traces_are_labelled(call, ask):
     assert ask(draw_trace())["trace"]["synthetic"] is False
 
 
-def test_without_a_budget_shares_of_all_blocks_are_taken_and_said(ask):
+def test_without_a_budget_shares_of_all_blocks_are_taken_and_said():
     data = ask(draw_trace())
     assert data["notes"][0].startswith("no --budget was given: 5%, 10%, 25%, 50%, 100% of all blocks")
     assert [row["slots"] for row in rows_of(data, policy="lru")] == [1, 3, 9, 18, 36]
@@ -243,7 +208,7 @@ def test_without_a_budget_shares_of_all_blocks_are_taken_and_said(ask):
     assert [row["slots"] for row in rows_of(ask(draw_trace(meta={})), policy="lru")] == [2, 4, 9, 18, 36]
 
 
-def test_advice_names_cliff_knee_and_what_a_better_policy_could_gain(call, ask):
+def test_advice_names_cliff_knee_and_what_a_better_policy_could_gain():
     data = ask(draw_trace(n_tokens=300), "--budget", "12slots", "--policy", "lru,belady")
     advice, (gap,) = data["advice"], data["gaps"]
     assert (advice["floor"]["slots"], advice["floor"]["hit_rate"], advice["cycle"]["slots"]) == (4, 0.0, 6)
@@ -255,7 +220,7 @@ def test_advice_names_cliff_knee_and_what_a_better_policy_could_gain(call, ask):
     assert "cliff: nothing hits up to 4 blocks" in out and "at 12 blocks" in out
 
 
-def test_a_file_without_phases_or_sizes_is_all_decode_and_takes_slots_or_a_block_size(call, ask, tmp_path):
+def test_a_file_without_phases_or_sizes_is_all_decode_and_takes_slots_or_a_block_size(tmp_path):
     lines = [json.dumps({"tok": n, "layers": [[key]]}) for n, key in enumerate(KNOWN)]
     (tmp_path / "routes.jsonl").write_text("\n".join(lines) + "\n")
     data = ask("routes.jsonl", "--budget", "2slots", "--experts", "4")
@@ -270,179 +235,3 @@ def test_a_file_without_phases_or_sizes_is_all_decode_and_takes_slots_or_a_block
         9,
         1024,
     )
-
-
-# --- live against replay
-
-
-def live_of(trace, **settings):
-    """The trace, with the misses that a replay under these settings has as if an engine had recorded them."""
-    lookups = from_trace(trace)
-    live = np.full((trace.n_tokens, trace.n_layers), -1, np.int32)
-    last = np.searchsorted(trace.step, lookups.step, side="right") - 1
-    live[last, lookups.layer] = replay(lookups, **settings).misses_by_batch()
-    return live
-
-
-CACHE = {"policy": "lru", "slots": 9, "budget_bytes": 36864, "prefetch": 2}
-
-
-def recorded_trace(change=0, **cache):
-    """Live misses of CACHE, with `change` more in one batch; `cache`: what the file says of it instead."""
-    live = live_of(draw_trace(), policy="lru", slots=9, prefetch=2)
-    live[-1, 1] += change
-    taken = {"kind": "chat", "cache": CACHE | cache}
-    return draw_trace(meta={"taken": taken, "block_bytes": (4096,) * 3}, live_misses=live)
-
-
-def test_check_holds_live_misses_against_a_replay_of_the_recorded_cache(call, ask):
-    live = ask(recorded_trace(), "--check")["live"]
-    assert live["equal"] and live["live_misses"] == live["replay_misses"] > 0 and live["batches"] == (50 + 2) * 3
-    assert live["settings"] == {"policy": "lru", "prefetch": 2, "slots": 9}
-    assert "equal in every one" in call(recorded_trace(), "--check")[1]
-
-
-def test_check_fails_where_one_batch_differs(call):
-    code, out, err = call(recorded_trace(1), "--check")
-    assert code == 1 and "1 differ; the first of them:" in out
-    assert err == "nemolab: live and replayed misses differ in 1 of 156 batches\n"
-    found = json.loads(call(recorded_trace(1), "--check", "--json")[1])["live"]
-    (first,) = found["first_differences"]
-    assert (first["conversation"], first["layer"], first["phase"]) == (1, 1, "decode")
-    assert first["live"] == first["replay"] + 1 and not found["equal"]
-
-
-def test_check_of_another_prefetch_is_seen_to_differ():
-    assert check_live(recorded_trace()).equal
-    assert not check_live(recorded_trace(prefetch=1)).equal
-
-
-@pytest.mark.parametrize(
-    "cache, words",
-    [
-        (None, ["does not say which cache"]),
-        ({"slots": 3}, ["policy is None"]),
-        ({"policy": "mru", "slots": 3}, ["cannot be replayed", "unknown policy 'mru'"]),
-        ({"policy": "lru", "slots": "3"}, ["slots is '3'"]),
-        ({"policy": "lru"}, ["budget_bytes is None"]),
-        ({"policy": "lru", "slots": 3, "start": "as it was"}, ["start is 'as it was'", "fresh engine"]),
-        ({"policy": "lru", "slots": 3, "prefetch": -1}, ["prefetch is -1"]),
-    ],
-)
-def test_check_refuses_what_cannot_be_replayed(call, cache, words):
-    live = live_of(draw_trace(), slots=9)
-    trace = draw_trace(meta={"taken": {"kind": "chat", "cache": cache}}, live_misses=live)
-    refuse(call(trace, "--check"), *words)
-
-
-def test_check_without_live_misses_is_refused(call):
-    assert refuse(call(draw_trace(), "--check"), "holds no live misses", "`nemolab trace` records them") == 1
-
-
-# --- the model
-
-
-def test_a_model_lends_its_block_sizes_and_refuses_others_traces(call, ask, tiny_path):
-    shape = dict(n_layers=6, n_experts=64, top_k=6)
-    data = ask(draw_trace(meta={}, **shape), "--model", tiny_path, "--budget", "1MiB")
-    assert data["trace"]["block_bytes"] == 36864 and rows_of(data)[0]["slots"] == 28
-    assert any("by its shape alone" in note for note in data["notes"])
-    refuse(call(draw_trace(), "--model", tiny_path), "trace of another model", "6 of 64, top-6")
-    refuse(call(draw_trace(meta={"fingerprint": "0" * 64}, **shape), "--model", "nowhere"), "nowhere")
-
-
-# --- figures
-
-
-@pytest.mark.parametrize("suffix, start", [("png", b"\x89PNG"), ("svg", b"<?xml"), ("PDF", b"%PDF")])
-def test_the_plot_is_of_the_form_that_its_suffix_says(call, tmp_path, suffix, start):
-    code, out, _ = call(draw_trace(), "--plot", f"curve.{suffix}", "--prefetch", "0,2")
-    assert code == 0 and f"drawn: curve.{suffix}" in out
-    assert (tmp_path / f"curve.{suffix}").read_bytes().startswith(start)
-
-
-@pytest.mark.parametrize(
-    "name, word", [("curve.gif", ".png, .svg, .pdf"), ("curve", "suffix"), ("no/c.png", "no folder")]
-)
-def test_a_plot_that_cannot_be_is_refused_before_any_work(call, name, word):
-    refuse(call("no such trace", "--plot", name), name, word)
-
-
-def test_an_interrupt_while_it_is_written_leaves_the_figure_of_before(call, monkeypatch, tmp_path):
-    from matplotlib.figure import Figure
-
-    seen = []
-
-    def stop(figure, file, **_):
-        file.write(b"half of it")
-        file.flush()
-        seen.extend(path.name for path in tmp_path.iterdir())
-        raise KeyboardInterrupt
-
-    (tmp_path / "curve.png").write_bytes(b"before")
-    monkeypatch.setattr(Figure, "savefig", stop)
-    assert call(draw_trace(), "--plot", "curve.png")[0] == 130
-    assert len(seen) == 3, "it was being written"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["curve.png", "toy.trace"]
-    assert (tmp_path / "curve.png").read_bytes() == b"before"
-
-
-def test_a_plot_that_cannot_be_written_is_one_line(call, tmp_path):
-    (tmp_path / "curve.png").mkdir()
-    assert refuse(call(draw_trace(), "--plot", "curve.png"), "curve.png", "cannot be put in its place") == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["curve.png", "toy.trace"]
-
-
-# --- words
-
-
-@pytest.mark.parametrize(
-    "words, expected",
-    [
-        (["--budget", ""], ["empty budget"]),
-        (["--budget", "1GiB,,2GiB"], ["empty budget in '1GiB,,2GiB'"]),
-        (["--budget", "0MiB"], ["'0MiB' leaves room for nothing"]),
-        (["--budget", "-1GiB"], ["'-1GiB' is no size"]),
-        (["--budget", "nanGiB,4,2GiB,x"], ["'nanGiB' is no size", "'4' is no size", "'x' is no size"]),
-        (["--budget", "2GiB,2048MiB"], ["budget 2048MiB is given twice"]),
-        (["--budget", "2000000TiB"], ["beyond any machine"]),
-        (["--budget", f"{10**30}slots"], ["beyond any machine"]),
-        (["--budget", "1.5slots"], ["whole blocks"]),
-        (["--policy", "lru,mru,x"], ["unknown policy 'mru'", "unknown policy 'x'", "belady-bypass"]),
-        (["--policy", "lru,lru"], ["policy lru is given twice"]),
-        (["--policy", ""], ["empty policy"]),
-        (["--prefetch", "-1"], ["prefetch '-1'", "from 0 up"]),
-        (["--prefetch", "1.5,two"], ["'1.5'", "'two'"]),
-        (["--prefetch", "2,2"], ["prefetch 2 is given twice"]),
-        (["--block-bytes", "0"], ["block-bytes"]),
-        (["--reads-in-time", "-1"], ["reads-in-time"]),
-    ],
-)
-def test_wrong_words_are_refused_before_the_trace_is_read(call, words, expected):
-    assert refuse(call("no such trace", *words), *expected) == 2
-
-
-def test_prefetch_needs_as_many_guesses_as_it_asks_for(call):
-    refuse(call(draw_trace(), "--prefetch", "4,5,9"), "prefetch 5, 9", "holds 4 guesses for each layer")
-    refuse(call(make_trace(KNOWN), "--prefetch", "1"), "prefetch 1: the trace holds no guesses")
-
-
-def test_a_trace_that_is_none_is_refused(call, tmp_path):
-    refuse(call("missing.trace"), "missing.trace")
-    (tmp_path / "empty.trace").write_bytes(b"")
-    refuse(call("empty.trace"), "empty.trace", "empty")
-    write_trace(tmp_path / "whole.trace", draw_trace())
-    (tmp_path / "cut.trace").write_bytes((tmp_path / "whole.trace").read_bytes()[:-10])
-    refuse(call("cut.trace"), "cut.trace")
-
-
-def test_lists_may_be_given_in_pieces(ask):
-    data = ask(make_trace(KNOWN), "--budget", "1slots", "--budget", "2slots, 3 slots", "--policy", "lru")
-    assert [row["slots"] for row in rows_of(data)] == [1, 2, 3]
-
-
-def test_progress_is_told_run_by_run():
-    seen = []
-    budgets = [Budget(slots=slots) for slots in (1, 2, 3)]
-    sweep(from_trace(draw_trace()), budgets, ["lru"], progress=lambda done, total: seen.append((done, total)))
-    assert seen == [(0, 3), (1, 3), (2, 3), (3, 3)]
