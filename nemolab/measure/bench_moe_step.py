@@ -16,6 +16,7 @@ from typing import Any
 
 from nemolab.errors import UsageError
 from nemolab.measure.bench import SHAPES, _fill_block
+from nemolab.measure.transfer import count_crossing
 
 CHOICES = 16  # different sets of experts, in turn
 _DISTINCT = 24  # blocks of different content; the others repeat it at other addresses
@@ -224,20 +225,14 @@ class _Bench:
         return _STREAM_BYTES / _seconds(lambda: stream(at, _STREAM_BYTES // 4, self.sums, num_warps=8)) / 1e9
 
     def _answer(self, samples, counted, outputs, steps) -> dict[str, Any]:
-        half = self.form.payload_bytes // 2
-        groups, neurons, width = counted["groups"], counted["neurons"], self.width
-        rows_bytes = groups * width + neurons * width / 2
-        moved = {  # (copied, read in place) a step
-            "whole": (2 * half * self.top_k, 0.0),
-            "grouped": (half * self.top_k, groups * 9 * width),
-            "rows": (half * self.top_k, rows_bytes),
-            "pull": (0.0, half * self.top_k + rows_bytes),
-        }
+        groups, neurons = counted["groups"], counted["neurons"]  # a step
+        each = count_crossing(self.inter, self.width, neurons / self.top_k, groups / self.top_k)
+        moved = {name: (self.top_k * copied, self.top_k * in_place) for name, (copied, in_place) in each.items()}
         moved["pull_graph"] = moved["pull"]
         copy_gb_s, stream_gb_s = (statistics.median(samples[name]) for name in ("copy", "stream"))
         settings = {
             "inter": self.inter,
-            "width": width,
+            "width": self.width,
             "experts": self.top_k,
             "cached": self.cached,
             "all_cached": True,

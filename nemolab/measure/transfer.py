@@ -1,0 +1,81 @@
+"""What crosses the bus by each transfer strategy: counted, and as it was timed on a card.
+
+whole     the block is copied
+grouped   up is copied; of down, every group of 16 neurons with an active one is read in place, values and scales
+rows      up is copied; of down, a group's scales are read once and then the values of its active neurons only
+pull      as rows, but up is read in place, too
+"""
+
+from __future__ import annotations
+
+from math import isclose
+from typing import TYPE_CHECKING, NamedTuple
+
+from nemolab.checkpoint.formats import GROUP
+from nemolab.measure.rows import latest
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+STRATEGIES = ("whole", "grouped", "rows", "pull")
+
+
+class Crossing(NamedTuple):
+    """Bytes of experts that go over the bus: copied, and read in place."""
+
+    copied: float
+    in_place: float
+
+    @property
+    def total(self) -> float:
+        return self.copied + self.in_place
+
+
+def count_crossing(inter: int, width: int, neurons: float, groups: float) -> dict[str, Crossing]:
+    """Bytes of one expert by strategy, in the layout `neuron`.
+
+    inter, width     neurons of an expert, and the size of its input: up is inter x width, down width x inter
+    neurons, groups  how many are active, and in how many groups; means are fine
+    A value takes half a byte, a scale one byte for GROUP values: the scales of a group of down are one row of `width`.
+    """
+    up = inter * width / 2 + inter * width / GROUP
+    down_of_groups = groups * (GROUP * width / 2 + width)
+    down_of_rows = groups * width + neurons * width / 2
+    return {
+        "whole": Crossing(2 * up, 0.0),
+        "grouped": Crossing(up, down_of_groups),
+        "rows": Crossing(up, down_of_rows),
+        "pull": Crossing(0.0, up + down_of_rows),
+    }
+
+
+def groups_if_independent(active: float) -> float:
+    """The share of groups with an active neuron, were each neuron active on its own with probability `active`."""
+    return 1 - (1 - active) ** GROUP
+
+
+def read_timed(active: float, inter: int = 2688, width: int = 1024) -> pd.DataFrame:
+    """The newest recorded MoE steps at about this share of active neurons, one row a strategy; the shape is Super's.
+
+    returns  columns strategy (pull_graph: pull as a CUDA graph), floor_us, us, low_us, high_us, of_floor, bytes_copied,
+             bytes_in_place (of all experts of a token), experts, active, and row, the measurement itself
+    Raises NemolabError when none was recorded.
+    """
+    import pandas as pd
+
+    rows = []
+    for name in (*STRATEGIES, "pull_graph"):
+        row = latest(f"moe_step.{name}", inter=inter, width=width, active=lambda a: isclose(a, active, abs_tol=0.005))
+        settings = row["settings"]
+        rows.append(
+            {
+                "strategy": name,
+                "us": row["median"],
+                "low_us": row["low"],
+                "high_us": row["high"],
+                "of_floor": row["median"] / settings["floor_us"],
+                **{key: settings[key] for key in ("floor_us", "bytes_copied", "bytes_in_place", "experts", "active")},
+                "row": row,
+            }
+        )
+    return pd.DataFrame(rows)

@@ -1,0 +1,54 @@
+"""Bytes that cross the bus, by transfer strategy: the arithmetic, and that recorded runs moved as many."""
+
+import pytest
+
+from nemolab.errors import NemolabError
+from nemolab.measure import read_rows
+from nemolab.measure.transfer import STRATEGIES, count_crossing, groups_if_independent, read_timed
+from nemolab.store.layout import BlockLayout
+
+
+def test_an_expert_of_super_by_hand():
+    found = count_crossing(2688, 1024, neurons=200, groups=120)
+    assert found["whole"] == (3_096_576, 0)
+    assert found["grouped"] == (1_548_288, 120 * 9_216)
+    assert found["rows"] == (1_548_288, 120 * 1_024 + 200 * 512)
+    assert found["pull"] == (0, 1_548_288 + 120 * 1_024 + 200 * 512)
+
+
+@pytest.mark.parametrize("shape", [(2688, 1024), (1856, 2688), (192, 64)])
+def test_with_every_neuron_active_all_move_the_whole_payload(shape):
+    inter, width = shape
+    payload_bytes = BlockLayout("neuron", inter, width).payload_bytes
+    assert {crossing.total for crossing in count_crossing(inter, width, inter, inter // 16).values()} == {payload_bytes}
+
+
+def test_no_strategy_moves_more_than_the_one_before():
+    totals = [crossing.total for crossing in count_crossing(192, 64, 30, 9).values()]
+    assert totals == sorted(totals, reverse=True) and totals[2] == totals[3], "pull moves what rows moves"
+
+
+def test_recorded_runs_moved_what_is_counted():
+    rows = [row for row in read_rows("moe_step.*").itertuples() if "bytes_copied" in row.settings]
+    assert len(rows) >= 5
+    for row in rows:
+        settings, name = row.settings, row.name.partition(".")[2].removesuffix("_graph")
+        inter, experts = settings["inter"], settings["experts"]
+        neurons, groups = settings["active"] * inter, settings["active_groups"] * (inter // 16)
+        counted = count_crossing(inter, settings["width"], neurons, groups)[name]
+        moved = settings["bytes_copied"] / experts, settings["bytes_in_place"] / experts
+        assert moved == pytest.approx(counted, rel=1e-9), row.name
+
+
+def test_independent_neurons_fill_groups():
+    assert groups_if_independent(0.075) == pytest.approx(0.7127, abs=1e-4), "1 - 0.925^16"
+    assert (groups_if_independent(0), groups_if_independent(1)) == (0, 1)
+
+
+def test_recorded_times_are_found_by_share_and_shape():
+    timed = read_timed(0.075)
+    assert timed["strategy"].tolist() == [*STRATEGIES, "pull_graph"]
+    assert ((timed["low_us"] <= timed["us"]) & (timed["us"] <= timed["high_us"])).all()
+    assert ((timed["active"] - 0.075).abs() < 0.005).all() and (timed["us"] > timed["floor_us"]).all()
+    with pytest.raises(NemolabError, match="no measurement moe_step.whole"):
+        read_timed(0.9)
