@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ def read_order(readme: str) -> list[str]:
     return [Path(name).stem for name in names if name not in ("notebooks", "data", "tests")]
 
 
+@cache
 def list_imports() -> list[tuple[str, str, str]]:
     """(file, its room, the room it imports from) for every import within the package, those inside functions too."""
     found = []
