@@ -28,6 +28,7 @@ SECTIONS = ["Question", "Method", "Result", "Takeaway"]
 EXPECTED = [
     "00_start_here", "01_bytes_per_token", "02_repack", "03_is_it_right", "04_chat",
     "05_routing", "06_size_the_cache", "07_prefetch",
+    "08_skip_zeros",
 ]  # fmt: skip
 
 by_name = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -225,6 +226,7 @@ ABSENT = {  # what each says that it cannot show, on a trace without anything op
     "05_routing": ["holds no guesses", "one conversation", "does not say how many neurons"],
     "06_size_the_cache": ["does not say how large", "no live check", "were not compared"],
     "07_prefetch": ["holds no guesses"],
+    "08_skip_zeros": ["does not say how many neurons"],
 }
 
 

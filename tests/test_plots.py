@@ -63,6 +63,20 @@ FAMILIES = pd.DataFrame(
         "routed_gib": [61.0, 59.1],
     }
 )
+ACTIVE = pd.DataFrame(
+    {"phase": ["prefill"] * 3 + ["decode"] * 4, "neurons": [0, 1, 2, 2, 2, 3, 4], "groups": [0, 1, 1, 1, 2, 2, 3]}
+)
+EXPECTED = pd.DataFrame({"neurons": [0, 2, 4], "groups": [0, 1.8, 3.1]})
+MOVED = pd.DataFrame(
+    {
+        "strategy": ["whole", "rows", "pull"],
+        "copied": [100.0, 50.0, 0.0],
+        "in_place": [0.0, 7.0, 57.0],
+        "low": [98.0, 59.0, 57.0],
+        "middle": [100.0, 60.0, 58.0],
+        "high": [103.0, 62.0, 60.0],
+    }
+)
 FIGURES = {
     "parts": lambda: plots.plot_parts(SUMS),
     "bytes_per_token": lambda: plots.plot_bytes_per_token(MODELS),
@@ -74,6 +88,8 @@ FIGURES = {
     "routing": lambda: plots.plot_routing(COUNTS, REPEATS, REUSE, RIGHT, floor_blocks=4),
     "routing without guesses": lambda: plots.plot_routing(COUNTS, REPEATS, REUSE, {}, floor_blocks=4),
     "prefetch": lambda: plots.plot_prefetch(READS),
+    "skipping": lambda: plots.plot_skipping(ACTIVE, EXPECTED, MOVED),
+    "skipping without counts": lambda: plots.plot_skipping(None, None, MOVED),
 }
 
 
@@ -165,6 +181,23 @@ def test_reads_are_stacked_to_all_that_is_read():
     solid = [line.get_ydata().tolist() for line in right.lines if line.get_linestyle() == "-"]
     assert solid == [[20.0, 17.0, 15.0], [20.0, 15.0]]
     assert left.get_ylim()[0] == 0 and left.get_ylim()[1] >= 24
+
+
+def test_bytes_of_a_strategy_are_stacked_and_time_stands_on_the_same_scale():
+    for name, panels in (("skipping", 3), ("skipping without counts", 1)):
+        figure = FIGURES[name]()
+        assert len(figure.axes) == panels and figure.axes[-1].get_ylim()[0] == 0
+        tops = [bar.get_y() + bar.get_height() for bar in figure.axes[-1].patches]
+        assert tops == [100, 50, 0, 100, 57, 57]
+        assert figure.axes[-1].lines[0].get_ydata().tolist() == [100, 60, 58]
+
+
+def test_shares_of_lookups_by_active_neurons_add_up_in_each_phase():
+    left, middle, _ = FIGURES["skipping"]().axes
+    heights = [area.get_xy()[:, 1].max() for area in left.patches]
+    assert sorted(heights) == pytest.approx([100 / 3, 50])
+    decode = next(line for line in middle.lines if line.get_label() == "decode")
+    assert decode.get_xydata().tolist() == [[2, 1.5], [3, 2], [4, 3]], "the mean of those with as many neurons"
 
 
 def test_a_trace_without_guesses_has_no_empty_panel():

@@ -4,7 +4,14 @@ import pytest
 
 from nemolab.errors import NemolabError
 from nemolab.measure import read_rows
-from nemolab.measure.transfer import STRATEGIES, count_crossing, groups_if_independent, read_timed
+from nemolab.measure.transfer import (
+    STRATEGIES,
+    count_crossing,
+    groups_if_independent,
+    percent_of_whole,
+    read_timed,
+    tabulate_crossing,
+)
 from nemolab.store.layout import BlockLayout
 
 
@@ -52,3 +59,16 @@ def test_recorded_times_are_found_by_share_and_shape():
     assert ((timed["active"] - 0.075).abs() < 0.005).all() and (timed["us"] > timed["floor_us"]).all()
     with pytest.raises(NemolabError, match="no measurement moe_step.whole"):
         read_timed(0.9)
+
+
+def test_bytes_and_times_stand_on_one_scale():
+    counted = count_crossing(2688, 1024, neurons=200, groups=120)
+    timed = read_timed(0.075)
+    percent = percent_of_whole(counted, timed).set_index("strategy")
+    assert percent.loc["whole"].round(9)[["copied", "in_place", "middle"]].tolist() == [100, 0, 100]
+    assert percent.loc["pull", "in_place"] == pytest.approx(100 * counted["pull"].total / 3_096_576)
+    us = timed.set_index("strategy")["us"]
+    assert percent.loc["rows", "middle"] == pytest.approx(100 * us["rows"] / us["whole"])
+    table = tabulate_crossing({"large": counted})
+    assert table["bytes"].tolist() == [crossing.total for crossing in counted.values()]
+    assert table["of_whole"].tolist()[:2] == [1, (1_548_288 + 120 * 9_216) / 3_096_576]

@@ -79,3 +79,37 @@ def read_timed(active: float, inter: int = 2688, width: int = 1024) -> pd.DataFr
             }
         )
     return pd.DataFrame(rows)
+
+
+def tabulate_crossing(experts: dict[str, dict[str, Crossing]]) -> pd.DataFrame:
+    """Counted bytes as rows. experts: a name -> what `count_crossing` gave.
+
+    returns  columns expert, strategy, copied, in_place, bytes (both), of_whole (share of the strategy `whole`)
+    """
+    import pandas as pd
+
+    rows = [
+        (name, strategy, moved.copied, moved.in_place, moved.total, moved.total / strategies["whole"].total)
+        for name, strategies in experts.items()
+        for strategy, moved in strategies.items()
+    ]
+    return pd.DataFrame(rows, columns=["expert", "strategy", "copied", "in_place", "bytes", "of_whole"])
+
+
+def percent_of_whole(counted: dict[str, Crossing], timed: pd.DataFrame) -> pd.DataFrame:
+    """Bytes counted and time measured (`read_timed`) of each strategy, in % of those of `whole`.
+
+    returns  columns strategy, copied, in_place, low, middle, high (of time)
+    """
+    import pandas as pd
+
+    times = timed.set_index("strategy")[["low_us", "us", "high_us"]]
+    rows = [
+        (
+            strategy,
+            *(100 * part / counted["whole"].total for part in moved),
+            *(100 * times.loc[strategy] / times.loc["whole", "us"]),
+        )
+        for strategy, moved in counted.items()
+    ]
+    return pd.DataFrame(rows, columns=["strategy", "copied", "in_place", "low", "middle", "high"])

@@ -7,6 +7,7 @@ routing     what a trace of choices is like
 cache       hits and reads, size by size
 prefetch    reads ahead, guess by guess
 curve       the whole LRU curve, policies beside it
+skipping    active neurons, and what leaving out the others saves
 
 Every function takes the numbers it draws, returns the Figure and reads nothing from disk.
 """
@@ -17,6 +18,7 @@ from nemolab.plots.curve import plot_curve
 from nemolab.plots.prefetch import plot_prefetch
 from nemolab.plots.routing import plot_routing
 from nemolab.plots.sizes import plot_blocks, plot_bytes_per_token, plot_families, plot_parts
+from nemolab.plots.skipping import plot_skipping
 from nemolab.plots.style import COLOURS, ceiling, use_style
 
 __all__ = [
@@ -31,5 +33,6 @@ __all__ = [
     "plot_parts",
     "plot_prefetch",
     "plot_routing",
+    "plot_skipping",
     "use_style",
 ]

@@ -58,6 +58,8 @@ COLOURS = {
     "read on demand": BLUE,
     "read ahead, used": GREEN,
     "read ahead, not used": "#DDDDDD",
+    "copied": BLUE,
+    "in place": SKY,
 }
 SIZE_INCHES = (6.4, 3.6)
 
