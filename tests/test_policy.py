@@ -107,7 +107,7 @@ def test_a_live_cache_decides_as_the_replay(name):
     assert cache.wasted == expected.wasted.sum() > 0
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(capacity=st.integers(0, 40), batches=batches, sizes=small_sizes)
 def test_lru_lists_victims_and_keys_as_the_twin(capacity, batches, sizes):
     cache, twin = Cache(KEYS, capacity, np.array(sizes)), TWINS["lru"](capacity, sizes)
@@ -138,7 +138,7 @@ def test_refreshing_hits_before_misses_is_seen():
     assert sorted(wrong.held, key=wrong.rank) == [c, a, x]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(batches=batches, small=st.integers(0, 12), more=st.integers(0, 6))
 def test_a_bigger_lru_holds_all_that_a_smaller_one_does(batches, small, more):
     a, b = Cache(KEYS, small, 1), Cache(KEYS, small + more, 1)

@@ -43,9 +43,9 @@ def answer(seed):
     return data, curve
 
 
-@pytest.mark.parametrize("first", [0, 20, 40, 60])
+@pytest.mark.parametrize("first", [0, 10, 20, 30])
 def test_an_answer_holds_together(first):
-    for seed in range(first, first + 20):
+    for seed in range(first, first + 10):
         data, curve = answer(seed)
         assert json.loads(to_json(data))["rows"] and simulate_text.render(data), seed
         unit = "slots" if curve.in_slots else "budget_bytes"
