@@ -8,6 +8,7 @@ import pytest
 
 from nemolab.errors import NemolabError
 from nemolab.measure import latest
+from nemolab.measure.transfer import groups_if_independent, read_timed
 from nemolab.paths import configs_folder, tiny_folder
 from nemolab.plan import check_claims, claims_table, compare_models, plan, read_claims
 from nemolab.plan.claims import CLAIM_IDS, COLUMNS, VERDICTS, Claim
@@ -220,7 +221,7 @@ def test_a7_reads_by_guesses(decode):
 
 
 def test_a8_zeros(routing):
-    found = ledger("A8", "in kind")
+    found = ledger("A8", "in kind", "exactly zero")
     assert all(figure in found for figure in percentages(routing, "zeros"))
 
 
@@ -229,6 +230,20 @@ def test_a8_up_and_groups_of_down(large):
     group_bytes = 16 * 1024 // 2 + 1024  # 16 neurons of 1024 four-bit values, and their scales
     assert up_bytes == (2688 // 16) * group_bytes == large.expert_bytes // 2 == 1_548_288
     assert f"{up_bytes:,}" in ledger("A8", "reproduced")
+
+
+@pytest.fixture(scope="module")
+def step():
+    """Recorded MoE steps of the 120B model's shape at the published share of active neurons, by strategy."""
+    return read_timed(0.075).set_index("strategy")
+
+
+def test_a8_groups_against_whole_blocks(step):
+    found = ledger("A8", "in kind", "+12 %")
+    moved_mb = (step["bytes_copied"] + step["bytes_in_place"]) / 1e6
+    assert f"{moved_mb['grouped']:.1f} instead of {moved_mb['whole']:.1f} MB" in found
+    assert f"{step['us']['whole'] / step['us']['grouped']:.2f} times faster" in found
+    assert all("H200" in row["machine"]["gpu"] for row in step["row"])
 
 
 def test_a11_live_equals_replay(conversations):
@@ -282,6 +297,17 @@ def test_a19_repeats(conversations):
     ours = ledger("A19", "in kind", "40 %")
     shares = [found[f"repeat_rate{name}"] for name in ("", *SHUFFLED, "_by_chance")]
     assert all(f"{100 * share:.1f} %" in ours for share in shares) and shares == sorted(shares, reverse=True)
+
+
+def test_a19_single_neurons(step, large):
+    found = ledger("A19", "contradicted")
+    us, width = step["us"], large.expert_width
+    assert f"{us['whole'] / us['rows']:.2f} times faster than whole blocks" in found
+    assert f"{us['grouped'] / us['rows']:.2f} times faster than groups" in found
+    inter = large.expert_params // (2 * width)
+    neurons, groups = 0.075 * inter, inter / 16 * groups_if_independent(0.075)
+    again, once, in_groups = neurons * (width / 2 + width), neurons * width / 2 + groups * width, groups * 9 * width
+    assert f"{again / once:.2f} times those bytes of down, still {100 * again / in_groups:.0f} % of those of" in found
 
 
 def test_a19_six_guesses(decode):
