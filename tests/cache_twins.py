@@ -10,6 +10,7 @@ class Twin:
     """The rules that all policies share. `lowest` names the victim among candidates; the rest is bookkeeping."""
 
     forced = True
+    foresees = False  # a batch that alone exceeds the budget loses its own oldest; else those the policy chooses
     evicts_first = False  # classical descriptions make room before a miss enters; the victims are the same
 
     def __init__(self, capacity, size_of, future=()):
@@ -61,6 +62,8 @@ class Twin:
             else:
                 self.hit(key)
         victims += self.evict(0, self.spared if self.forced else ())
+        if self.foresees:
+            victims += self.evict(0, ())
         for key in keys:
             if self.used() > self.capacity and key in self.held:
                 self.leave(key)
@@ -173,6 +176,8 @@ class LFUAgeing(LFUInCache):
 
 
 class Belady(Recency):
+    foresees = True
+
     def rank(self, key):
         uses = [number for number, keys in enumerate(self.future) if number > self.now and key in keys]
         return -min(uses, default=math.inf), self.when[key]

@@ -56,6 +56,12 @@ def test_one_slot_hits_only_a_repetition():
     assert misses(lookups, "lru", slots=1) == 3
 
 
+def test_of_a_batch_larger_than_the_cache_the_optimum_keeps_what_comes_next():
+    lookups = from_batches([[A, B, C], [A]])
+    assert misses(lookups, "lru", slots=1) == 4, "its own oldest leave"
+    assert misses(lookups, "belady", slots=1) == misses(lookups, "belady-bypass", slots=1) == 3
+
+
 def test_duplicates_in_a_batch_are_one_lookup():
     row = replay(from_batches([[A, A, B, A], [A, B]]), "lru", slots=4).row("decode")
     assert (row["lookups"], row["misses"]) == (4, 2)

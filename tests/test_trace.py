@@ -119,6 +119,9 @@ def test_selecting_keeps_whole_tokens():
     assert part.n_tokens == 4 and set(part.conversation) == {1} and set(part.phase) == {DECODE}
     assert trace.select(conversation=[0, 1]).n_tokens == trace.n_tokens
     assert trace.select(phase=PREFILL).n_tokens == 6
+    cached = replace(trace, meta=replace(trace.meta, taken={"cache": {"slots": 3, "start": "empty"}}))
+    starts = [cached.select(conversation=number).meta.taken["cache"]["start"] for number in (0, 1)]
+    assert starts == ["empty", "as it was"], "the second conversation found what the first had left"
     for wrong in ({"conversation": 2}, {"phase": "both"}, {"phase": 2}):
         with pytest.raises(TraceError):
             trace.select(**wrong)

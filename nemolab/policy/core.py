@@ -3,7 +3,8 @@
 A *batch* is all lookups of one layer at one step, each key once, in the order of last occurrence.
     - Misses enter, then victims leave until the budget holds: never an entry of the running batch while another can go.
       What is evicted is decided before anything enters, since the whole batch is known; the victims are the same.
-    - A batch that alone exceeds the budget loses its own oldest at its end.
+    - A batch that alone exceeds the budget loses its own oldest at its end; under a policy that knows the future, those
+      that it would choose.
     - A prompt pass reads what is cached without refreshing it, and nothing enters.
     - Prefetch: of the first guesses for the next layer, those not cached are read. Slot and eviction happen at issue;
       the running batch and this round's own reads are spared, and a guess that would need their place is not read.
@@ -28,7 +29,7 @@ USEFUL = 4  # the first use of a prefetched entry
 LATE = 8  # of those, one still being read when it was asked for
 
 # Places in Core.numbers.
-CAPACITY, USED, STAMP, SPARED, FORCED, N_VICTIMS, WASTED, READY, ISSUED = range(9)
+CAPACITY, USED, STAMP, SPARED, FORCED, FORESEES, N_VICTIMS, WASTED, READY, ISSUED = range(10)
 ABSENT, CACHED, UNUSED = 0, 1, 2  # held; UNUSED: prefetched, not asked for yet
 ALL_READY = np.iinfo(np.int64).max
 
@@ -51,8 +52,9 @@ class Core(NamedTuple):
     entries   ENTRY [n_keys]: one line of memory a lookup
     victims   int32 [n_keys]: keys that left in the running batch or round, the first numbers[N_VICTIMS]
     wanted    int32 [n_keys]: keys that the last round of prefetch read, the first numbers[ISSUED]
-    numbers   int64 [9]: CAPACITY and USED bytes; STAMP of the running batch, its bytes held (SPARED); FORCED insertion;
-              N_VICTIMS; WASTED prefetches so far; READY: reads that end before the next layer asks; ISSUED in the round
+    numbers   int64 [10]: CAPACITY and USED bytes; STAMP of the running batch, its bytes held (SPARED); FORCED
+              insertion; FORESEES: the policy knows the future; N_VICTIMS; WASTED prefetches so far; READY: reads that
+              end before the next layer asks; ISSUED in the round
     """
 
     entries: np.ndarray
@@ -61,11 +63,14 @@ class Core(NamedTuple):
     numbers: np.ndarray
 
 
-def start_core(size_bytes: np.ndarray, capacity_bytes: int, *, forced: bool, ready: int | None = None) -> Core:
-    """An empty cache. ready: prefetch reads that end before the next layer asks (None: all of them)."""
+def start_core(
+    size_bytes: np.ndarray, capacity_bytes: int, *, forced: bool, foresees: bool = False, ready: int | None = None
+) -> Core:
+    """An empty cache. forced, foresees: of the policy; ready: prefetch reads that end before the next layer asks (None:
+    all of them)."""
     n_keys = len(size_bytes)
-    numbers = np.zeros(9, np.int64)
-    numbers[CAPACITY], numbers[FORCED] = capacity_bytes, forced
+    numbers = np.zeros(10, np.int64)
+    numbers[CAPACITY], numbers[FORCED], numbers[FORESEES] = capacity_bytes, forced, foresees
     numbers[READY] = ALL_READY if ready is None else ready
     entries = np.zeros(n_keys, ENTRY)
     entries["size_bytes"] = size_bytes
@@ -144,14 +149,15 @@ def look_up(core, state, keys, first, last, outcome):
 
 @jit_inner
 def shed(core, state, keys, first, last):
-    """Still above the budget: the batch's own oldest leave, or whoever the policy names where misses may pass by.
+    """Still above the budget: the batch's own oldest leave. Whoever the policy names, where misses may pass by and
+    where it knows the future: a yardstick that dropped its oldest would be none.
 
     Returns how many bytes of the running batch left.
     """
     numbers = core.numbers
     shed_bytes, at = np.int64(0), first
     while numbers[USED] > numbers[CAPACITY] and at < last:
-        if numbers[FORCED]:
+        if numbers[FORCED] and not numbers[FORESEES]:
             key = np.int64(keys[at])
             at += 1
             if core.entries[key].held == ABSENT:

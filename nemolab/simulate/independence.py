@@ -1,4 +1,4 @@
-"""Whether a routing repeats itself more than chance: if not, recency is worth nothing on it, and it is no real one.
+"""Whether a routing repeats itself more than chance: if not, recency tells little on it beyond what is popular.
 
 If tokens are drawn independently, their order means nothing: dealt anew within their conversation they repeat as often.
 A real routing loses most of its repetition by that, since neighbouring tokens are about the same.
@@ -22,12 +22,16 @@ MOST_LOOKUPS = 50_000  # of the first tokens of decode: enough to tell a point o
 
 
 class Independence(NamedTuple):
-    """Repeat rate in the true order, its median with the tokens of each conversation shuffled, and whether the true one
-    is above all of these."""
+    """Repeat rate in the true order; its median and its most with the tokens of each conversation shuffled."""
 
     repeat_rate: float
     shuffled: float
-    repeats_more: bool
+    shuffled_most: float
+
+    @property
+    def repeats_more(self) -> bool:
+        """Whether the true order is above all the shuffled ones."""
+        return self.repeat_rate > self.shuffled_most
 
 
 def measure_independence(trace: Trace, *, seed: int = 0) -> Independence | None:
@@ -44,7 +48,7 @@ def measure_independence(trace: Trace, *, seed: int = 0) -> Independence | None:
     rng = np.random.default_rng(seed)
     found = repeat_rate(experts, runs)
     shuffled = [repeat_rate(experts[shuffle_tokens(conversation, seed=rng)], runs) for _ in range(SHUFFLES)]
-    return Independence(found, float(np.median(shuffled)), found > max(shuffled))
+    return Independence(found, float(np.median(shuffled)), max(shuffled))
 
 
 def looks_independent(trace: Trace, *, seed: int = 0) -> str | None:
@@ -53,7 +57,7 @@ def looks_independent(trace: Trace, *, seed: int = 0) -> str | None:
     if found is None or found.repeats_more:
         return None
     return (
-        f"{found.repeat_rate:.1%} of the experts repeat from token to token, no more than with tokens shuffled within"
-        f" their conversation ({found.shuffled:.1%}): this routing looks like independent draws: what was used last"
-        " does not tell what comes next, so recency is worth nothing here"
+        f"{found.repeat_rate:.1%} of the experts repeat from token to token, no more than in the best of {SHUFFLES}"
+        f" orders shuffled within their conversation ({found.shuffled_most:.1%}): in its order this routing looks like"
+        " independent draws, so what was used last tells little beyond what is popular"
     )

@@ -209,7 +209,7 @@ def _split(lookups: Lookups, cold: bool) -> list[tuple[int, int]]:
 
 def _run(job: _Job, policy: Policy, part: Lookups, alone: bool, written: _Written) -> None:
     """alone: the part is of one layer only."""
-    core = start_core(job.sizes, job.capacity, forced=policy.forced, ready=job.reads_in_time)
+    core = start_core(job.sizes, job.capacity, forced=policy.forced, foresees=policy.future, ready=job.reads_in_time)
     state = policy.start(Setting(job.sizes, job.capacity, job.seed, part.keys, part.starts))
     guesses = part.guesses if job.prefetch else np.empty((part.n_batches, 0), np.int32)
     run_batches(core, state, part.keys, part.starts, part.passing, guesses, job.prefetch, alone, *written)

@@ -38,7 +38,10 @@ def iid_trace(
     if zipf:
         note = f"synthetic: independent draws, popularity falls as 1 / rank^{zipf:g}; no token remembers the one before"
     else:
-        note = "synthetic: independent draws; a cache of c of N blocks hits about c/N under every policy"
+        note = (
+            "synthetic: independent draws; a cache of c of N blocks hits about c/N under every policy that does not "
+            "know the future (an LRU nothing below one token's cycle)"
+        )
     return _make_trace("iid", note, experts, n_experts, block_bytes, {"seed": seed, "zipf": zipf})
 
 

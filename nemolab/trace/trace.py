@@ -164,6 +164,7 @@ class Trace:
     def select(self, *, conversation: int | Iterable[int] | None = None, phase: int | str | None = None) -> Trace:
         """The tokens of one conversation or several, of one phase ("prefill", "decode" or its number), or of both.
 
+        Unless they are those from the beginning on, the cache that is noted in meta.taken no longer began empty.
         Raises TraceError where none are left.
         """
         chosen = np.ones(self.n_tokens, bool)
@@ -173,7 +174,10 @@ class Trace:
             chosen &= self.phase == _phase_number(phase)
         if not chosen.any():
             raise TraceError(f"no token of conversation {conversation} and phase {phase} is in this trace")
-        return replace(self, **{name: array[chosen] for name, array in self.arrays.items()})
+        meta = self.meta
+        if isinstance(meta.taken.get("cache"), dict) and not chosen[: np.count_nonzero(chosen)].all():
+            meta = replace(meta, taken={**meta.taken, "cache": {**meta.taken["cache"], "start": "as it was"}})
+        return replace(self, meta=meta, **{name: array[chosen] for name, array in self.arrays.items()})
 
     def frame(self) -> pandas.DataFrame:
         """One row for each lookup: token, layer, rank, expert, weight, active_neurons, active_groups, phase,
