@@ -113,6 +113,11 @@ def test_a_plot_that_cannot_be_is_refused_before_any_work(name, word):
     refuse(call("no such trace", "--plot", name), name, word)
 
 
+def test_a_plot_in_the_place_of_a_folder_is_refused_before_any_work(tmp_path):
+    (tmp_path / "kept.png").mkdir()
+    refuse(call("no such trace", "--plot", "kept.png"), "kept.png", "that is a folder")
+
+
 def test_an_interrupt_while_it_is_written_leaves_the_figure_of_before(monkeypatch, tmp_path):
     from matplotlib.figure import Figure
 
@@ -132,8 +137,10 @@ def test_an_interrupt_while_it_is_written_leaves_the_figure_of_before(monkeypatc
     assert (tmp_path / "curve.png").read_bytes() == b"before"
 
 
-def test_a_plot_that_cannot_be_written_is_one_line(tmp_path):
-    (tmp_path / "curve.png").mkdir()
+def test_a_plot_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    monkeypatch.setattr(Figure, "savefig", lambda *_, **__: (tmp_path / "curve.png").mkdir())
     assert refuse(call(draw_trace(), "--plot", "curve.png"), "curve.png", "cannot be put in its place") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["curve.png", "toy.trace"]
 

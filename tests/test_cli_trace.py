@@ -339,7 +339,7 @@ def test_what_does_not_fit_the_model_is_said_before_a_token(store, tmp_path, mon
     (tmp_path / "long.txt").write_text("word " * 5000)
     code, _, err = run_trace("--store", store, "--texts", tmp_path, "--to", tmp_path / "t", "--ram-cache", "8slots")
     assert code == 1 and "long.txt: " in err and "set a maximum of tokens" in err
-    assert run_trace("--store", store, "--prompts", prompts, "--to", tmp_path / "t", "--policy", "belady")[0] == 1
+    assert run_trace("--store", store, "--prompts", prompts, "--to", tmp_path / "t", "--policy", "belady")[0] == 2
     assert not (tmp_path / "t").exists()
 
 

@@ -24,7 +24,7 @@ def _list_option(name: str, metavar: str, **settings):
     default=None,
     help="Prompt passes go through the cache, or leave nothing in it. Default: as the trace says it was.",
 )
-@click.option("--block-bytes", type=click.IntRange(min=1), default=None, help="Size of a block, where unknown.")
+@click.option("--block-bytes", type=click.IntRange(min=1), default=None, help="Size of a block, unknown or another.")
 @click.option("--experts", type=click.IntRange(min=1), default=None, help="Experts in a layer, where unknown.")
 @click.option("--model", type=PathName(), default=None, metavar="PATH", help="Checkpoint or store it must be of.")
 @click.option(
@@ -172,6 +172,8 @@ def _check_plot(path) -> None:
         raise UsageError(f"--plot {path}: the form is told by the suffix; {', '.join(PLOT_SUFFIXES)} are known")
     if not path.parent.is_dir():
         raise UsageError(f"--plot {path}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise UsageError(f"--plot {path}: that is a folder; the name of a file is needed")
 
 
 def _draw(path, curve, data: dict) -> None:

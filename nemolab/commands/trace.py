@@ -76,8 +76,12 @@ def trace(
     from nemolab.engine import Engine
     from nemolab.engine.conversations import record_chats, record_texts, summarise
     from nemolab.engine.scripts import read_prompts, read_texts
+    from nemolab.policy import POLICIES
     from nemolab.trace import check_target, write_trace
 
+    online = [name for name, known in POLICIES.items() if not known.future]
+    if policy not in online:
+        raise UsageError(f"--policy {policy!r}: an engine's cache runs {', '.join(online)}")
     check_target(to)
     work = read_prompts(prompts) if prompts is not None else read_texts(texts)
     budget = ram_cache or Budget()
