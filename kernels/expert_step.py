@@ -216,12 +216,14 @@ class ExpertStep:
         weights: np.ndarray,
         x: np.ndarray,
         out: np.ndarray,
+        active: np.ndarray | None = None,
     ) -> None:
         """out = the weighted sum of the experts at these addresses.
 
         addresses    int64 [k] of blocks in rank order, k <= top_k; each block_bytes long
         scales_2     float32 [k, 2]: weight_scale_2 of up and down; weights float32 [k]
         x, out       float32 [X]
+        active       where to write what `.active` holds else
         Raises EngineError where sizes do not fit.
         """
         k = addresses.shape[0]
@@ -233,7 +235,7 @@ class ExpertStep:
         if x.shape != (self.width,) or out.shape != (self.width,):
             raise EngineError(f"vectors of {x.shape} and {out.shape}; ({self.width},) is needed")
         split_even_odd(x, self._even, self._odd)
-        h, active = self.h[:k], self.active[:k]
+        h, active = self.h[:k], (self.active if active is None else active)[:k]
         work = k * self.payload_bytes // 2
         team.run(_up_kernel, work, addresses, scales_2, self._even, self._odd, h, active)
         team.run(_down_kernel, work, addresses, self.layout, scales_2, weights, h, active, out)

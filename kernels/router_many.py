@@ -104,6 +104,6 @@ def router_many(
     experts = np.empty((h.shape[0], count), np.int64)
     stretch = max(1, _STRETCH_BYTES // (4 * gate.columns))
     # What a team counts is read from memory once; here each byte is used for all tokens, out of a cache.
-    work_bytes = gate.nbytes * h.shape[0] // 16
+    work_bytes = gate.nbytes * h.shape[0] // 4
     team.run(_many_kernel, work_bytes, gate.table, bias, groups, top_groups, stretch, h, experts)
     return experts

@@ -73,8 +73,8 @@ def test_reading_memory_reads_all_of_it():
 def test_trace_bench_does_the_same_work_twice(tmp_path, prefetch):
     path = write_checkpoint(tmp_path / "model", pattern="ME*E", hidden=32, latent=32, inter=32, experts=4)
     found = bench_trace(path, tokens=5, repeats=3, threads=1, prefetch=prefetch)
-    assert [row["name"] for row in found["rows"]] == ["trace.plain", "trace.recorded", "trace.slowdown"]
-    assert found["slowdowns"] == found["rows"][2]["values"] and found["bytes_per_token"] > 0
+    assert [row["name"] for row in found["rows"]] == ["trace.plain", "trace.recorded", "trace.derive", "trace.slowdown"]
+    assert found["slowdowns"] == found["rows"][3]["values"] and found["bytes_per_token"] > 0
     for row in found["rows"]:
         assert len(record(**row, folder=tmp_path)["values"]) == 3
     with pytest.raises(UsageError, match="at least 3"):

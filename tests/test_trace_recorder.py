@@ -191,7 +191,8 @@ def test_guesses_made_on_the_way_are_those_made_in_bulk(tmp_path, sizes):
 
 
 def test_what_is_derived_does_not_depend_on_when(engine, monkeypatch):
-    ids = (IDS * 6)[: PROMPT + recorder.BULK_TOKENS + 6]  # more than are derived together
+    monkeypatch.setattr(recorder, "BULK_TOKENS", 64)
+    ids = (IDS * 6)[: PROMPT + 64 + 6]  # more than are derived together
     with engine.record() as recording:
         feed(engine, ids)
     in_bulk = recording.trace()
@@ -272,9 +273,12 @@ def test_a_new_state_where_an_old_one_lay_is_another_conversation():
     assert made.trace().conversation.tolist() == list(range(20))
 
 
-def test_rows_grow_without_losing_any():
+@pytest.mark.parametrize("limit", [{"BULK_TOKENS": 7}, {"BULK_BYTES": 1}])
+def test_rows_grow_without_losing_any(monkeypatch, limit):
+    for name, value in limit.items():
+        monkeypatch.setattr(recorder, name, value)
     made, state = make_recorder(), State()
-    for _ in range(recorder.FIRST_ROWS + recorder.BULK_TOKENS + 3):
+    for _ in range(recorder.FIRST_ROWS + 10):
         record_token(made, state)
     trace = made.trace()
     assert trace.position.tolist() == list(range(trace.n_tokens)) and trace.n_tokens > recorder.FIRST_ROWS

@@ -90,8 +90,8 @@ def expert(shape, experts, active, repeats, threads, record):
 def trace(path, tokens, slots, prefetch, repeats, threads, record):
     """Decode while it is recorded, against decode that is not.
 
-    slowdown is the time of a recorded token over that of a plain one, everything that is derived included (guesses
-    for three layers, counts of active neurons). By default all experts are cached: no read hides the cost.
+    slowdown is the time of a recorded token over that of a plain one. What is derived from it after an answer (guesses
+    for three layers, counts of active neurons) is derive_ms. By default all experts are cached: no read hides the cost.
 
     \b
     Examples:

@@ -75,7 +75,7 @@ class MoeLayer:
 
     def step(self, team: Team, x: np.ndarray, state: None = None) -> None:
         """One token: x float32 [hidden] plus the layer's output, in place."""
-        h = self._h
+        h, active = (self._h, None) if self.recorder is None else self.recorder.lend(self.ordinal)
         rms_norm(x, self._norm, self._eps, h)
         self.gate.multiply(h, self._logits)
         experts, weights = self._router.run(self._logits, self._bias)
@@ -87,17 +87,15 @@ class MoeLayer:
         if self.latent_down:
             latent = self._latent
             self.latent_down.multiply(h, latent)
-        self._experts.run(
-            team, self._addresses(rows), self.store.block_bytes, self.scales_2[experts], weights, latent, self._routed
-        )
+        block_bytes, scales_2 = self.store.block_bytes, self.scales_2[experts]
+        self._experts.run(team, self._addresses(rows), block_bytes, scales_2, weights, latent, self._routed, active)
         if self.latent_up:
             self.latent_up.multiply(self._routed, x, ADD)
         else:
             x += self._routed
         if self.shared:
             self.shared.add_step(h, x)
-        if self.recorder:
-            active = self._experts.active[: len(rows)]
+        if self.recorder is not None:
             self.recorder.decode_layer(self.ordinal, h, experts, weights, active, self.cache.missed, guesses)
 
     def prompt(self, x: torch.Tensor, state: None = None) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +26,12 @@ def bench_trace(
     slots: int | None = None,
     prefetch: int = 0,
 ) -> dict[str, Any]:
-    """One token at a time, recorded and not; the derived values of all tokens are made within the time.
+    """One token at a time, recorded and not. What is derived (guesses, counts) is timed apart, as after an answer.
 
     tokens    fed one by one a round, behind a prompt of 32
     slots     blocks in RAM; None: all, so that no read hides what recording costs
-    returns   plain_ms, recorded_ms (medians a token), slowdown (recorded / plain), slowdowns (one a round),
-              bytes_per_token (of the arrays), rows
+    returns   plain_ms, recorded_ms (medians a token), slowdown (recorded / plain), slowdowns (one a round), derive_ms
+              (median a token, after the answer), bytes_per_token (of the arrays), rows
     """
     from nemolab.engine import Engine
 
@@ -42,7 +43,7 @@ def bench_trace(
         before = engine.stats()["decode"]["misses"]
         turns.plain()
         misses = engine.stats()["decode"]["misses"] - before
-        timed = versus(turns.recorded, turns.plain, rounds=repeats)
+        timed = versus(turns.recorded, turns.plain, rounds=repeats, clock=turns.clock)
         settings = {
             "model": Path(path).name,
             "tokens": tokens,
@@ -53,10 +54,12 @@ def bench_trace(
             "layout": engine.store.layout,
             "bytes_per_token": turns.trace_bytes() // tokens,
         }
+    derive = [1e3 * second / tokens for second in turns.derive_s[-repeats:]]
     recorded, plain = ([1e3 * second / tokens for second in samples] for samples in (timed.first, timed.second))
     return {
         "plain_ms": statistics.median(plain),
         "recorded_ms": statistics.median(recorded),
+        "derive_ms": statistics.median(derive),
         "slowdown": timed.ratio,
         "slowdowns": timed.ratios,
         "slowdown_low": min(timed.ratios),
@@ -66,6 +69,7 @@ def bench_trace(
         "rows": [
             {"name": "trace.plain", "values": plain, "unit": "ms/token", "settings": settings},
             {"name": "trace.recorded", "values": recorded, "unit": "ms/token", "settings": settings},
+            {"name": "trace.derive", "values": derive, "unit": "ms/token", "settings": settings},
             {"name": "trace.slowdown", "values": timed.ratios, "unit": "ratio", "settings": settings},
         ],
     }
@@ -81,6 +85,7 @@ class _Turns:
         ids = torch.randint(engine.config.vocab_size, (PROMPT_TOKENS + tokens,), generator=generator).tolist()
         self._engine, self._rest, self._state = engine, ids[PROMPT_TOKENS:], engine.new_state()
         self._recorder: Recorder | None = None
+        self.derive_s: list[float] = []  # one a round that was recorded
         engine.last_logits(ids[:PROMPT_TOKENS], self._state)
 
     def plain(self) -> None:
@@ -89,7 +94,13 @@ class _Turns:
     def recorded(self) -> None:
         with self._engine.record(cold=False) as self._recorder:
             self._feed()
+            started = time.perf_counter()
             self._recorder.flush()
+            self.derive_s.append(time.perf_counter() - started)
+
+    def clock(self) -> float:
+        """Seconds, standing still while values are derived."""
+        return time.perf_counter() - sum(self.derive_s)
 
     def trace_bytes(self) -> int:
         """Of the arrays of the last round that was recorded."""

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from nemolab.kernels.matvec import Packed
     from nemolab.kernels.team import Team
 
-BULK_TOKENS = 64  # tokens of decode whose derived values are computed together
+# Tokens of decode whose derived values are computed together: as a rule a whole answer, so that it is not slowed by
+# what can be done after it. So many at most, and no more than fit these bytes.
+BULK_TOKENS, BULK_BYTES = 1024, 2**26
 LEAST_GUESSES = 8
 FIRST_ROWS = 256
 
@@ -95,9 +97,14 @@ class Recorder:
         self._capacity = self._tokens = self._steps = 0
         self._step_rows = slice(0, 0)
         # Of tokens of decode until their derived values are made: MoE inputs, and the bits of active neurons.
-        self._h = np.empty((BULK_TOKENS, n_layers, hidden), np.float32)
-        self._active = np.empty((BULK_TOKENS, n_layers, top_k, groups), np.uint16)
+        token_bytes = n_layers * (4 * hidden + 2 * top_k * groups)
+        self._bulk = max(1, min(BULK_TOKENS, BULK_BYTES // token_bytes))
+        self._h = np.empty((self._bulk, n_layers, hidden), np.float32)
+        self._active = np.empty((self._bulk, n_layers, top_k, groups), np.uint16)
         self._layers: list[tuple] = []  # of the token of decode under way: what `decode_layer` was given
+        self._lent: list[tuple] = []  # by layer: where that token's h and active may be written at once
+        self._fed: tuple = ()  # conversation, position and id of that token
+        self._kept: list[tuple] = []  # `_fed` and `_layers` of the tokens that wait
         self._held = 0  # the last so many rows wait
         self._handed = False  # the engine makes the guesses for the next layer
         self._names: list[str] = []
@@ -114,24 +121,24 @@ class Recorder:
         state  what the pass goes on from: `state.tokens` is the position of the first id; another object is another
                conversation
         """
-        if self._held == BULK_TOKENS or (self._held and phase == PREFILL):
+        if self._held == self._bulk or (self._held and phase == PREFILL):
             self.flush()
-        first, last = self._tokens, self._tokens + len(token_ids)
-        if last > self._capacity:
-            self._grow(last)
-        at, rows, place = slice(first, last), self._rows, state.tokens
-        if phase == DECODE:  # a single number is put in its place far sooner than a slice
-            at, token_ids = first, token_ids[0]
-        else:
-            place = np.arange(place, place + last - first)
-        rows["phase"][at] = phase
-        rows["conversation"][at] = self._conversation_of(state)
-        rows["position"][at] = place
-        rows["step"][at] = self._steps
-        if "token_ids" in rows:
-            rows["token_ids"][at] = token_ids
+        first, last, conversation = self._tokens, self._tokens + len(token_ids), self._conversation_of(state)
         self._step_rows = slice(first, last)
         self._layers = []
+        if phase == DECODE:
+            self._fed = conversation, state.tokens, token_ids[0]
+            self._lent = list(zip(self._h[self._held], self._active[self._held], strict=True))
+        else:
+            places = np.arange(state.tokens, state.tokens + last - first)
+            self._write_tokens(self._step_rows, phase, conversation, places, self._steps, token_ids)
+
+    def lend(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """Memory for a MoE layer of a token of decode: h float32 [hidden], active uint16 [top_k, groups].
+
+        What is written there and given back in `decode_layer` needs no copy. Good until `end_step`.
+        """
+        return self._lent[layer]
 
     def decode_layer(
         self,
@@ -145,8 +152,8 @@ class Recorder:
     ) -> None:
         """One MoE layer of a token of decode, layers in order.
 
-        Nothing is copied before `end_step`, where all layers are at once, a kind of value at a time: until then the
-        arrays must stay as they are.
+        h and active are copied at `end_step`, unless they are those of `lend`, and may change after it. The others are
+        kept as they are until many tokens are worked on together: they must be new arrays at every call.
 
         layer            MoE ordinal
         h                float32 [hidden]: its input behind the norm, what its router saw
@@ -181,23 +188,18 @@ class Recorder:
         """The pass has come to its end: from here on it is part of the trace."""
         at = self._step_rows
         if self._layers:
-            self._keep(at.start)
+            self._keep()
         self._tokens, self._steps = at.stop, self._steps + 1
 
-    def _keep(self, row: int) -> None:
-        """Copy what was given for a token of decode, a kind of value at a time."""
-        h, experts, weights, active, misses, guesses = zip(*self._layers, strict=True)
-        rows, held = self._rows, self._held
-        np.concatenate(h, out=self._h[held].reshape(-1))
-        np.concatenate(active, out=self._active[held].reshape(-1, self._active.shape[-1]))
-        np.concatenate(experts, out=rows["experts"][row].reshape(-1), casting="same_kind")
-        np.concatenate(weights, out=rows["weights"][row].reshape(-1))
-        rows["live_misses"][row] = misses
-        if guesses[0] is not None:
-            self._handed = True
-            for layer, chosen in enumerate(guesses[:-1], start=1):
-                rows["guesses"][row, layer] = chosen[: self.guesses]
-        self._held = held + 1
+    def _keep(self) -> None:
+        """Copy what the engine will use again of a token of decode, and hold on to the rest."""
+        for (own_h, own_active), (h, _, _, active, _, _) in zip(self._lent, self._layers, strict=True):
+            if h is not own_h:
+                own_h[:] = h
+            if active is not own_active:
+                own_active[:] = active
+        self._kept.append((self._fed, self._layers))
+        self._held += 1
         self._layers = []
 
     def flush(self) -> None:
@@ -205,6 +207,7 @@ class Recorder:
         held, at = self._held, slice(self._tokens - self._held, self._tokens)
         if not held:
             return
+        self._write_kept(at)
         for layer in range(self.n_layers):
             self._count_active(at, layer, self._active[:held, layer])
         nearest, furthest = 1 + self._handed, max(GUESSES)
@@ -217,6 +220,35 @@ class Recorder:
                 for place, layer in enumerate(sources):
                     self._rows[GUESSES[target - layer]][at, target] = chosen[:, place]
         self._held = 0
+
+    def _write_kept(self, at: slice) -> None:
+        """What waits as it was given: into its rows, all at once."""
+        fed, layers = zip(*self._kept, strict=True)
+        conversations, places, token_ids = zip(*fed, strict=True)
+        steps = np.arange(self._steps - len(fed), self._steps)
+        self._write_tokens(at, DECODE, conversations, places, steps, token_ids)
+        rows, given = self._rows, [layer for token in layers for layer in token]
+        _, experts, weights, _, misses, guesses = zip(*given, strict=True)
+        for name, values in (("experts", experts), ("weights", weights)):
+            rows[name][at] = np.concatenate(values).reshape(rows[name][at].shape)
+        rows["live_misses"][at] = np.reshape(misses, (-1, self.n_layers))
+        self._handed = guesses[0] is not None
+        if self._handed:
+            for place, chosen in enumerate(guesses):
+                row, layer = divmod(place, self.n_layers)
+                if layer + 1 < self.n_layers:
+                    rows["guesses"][at.start + row, layer + 1] = chosen[: self.guesses]
+        self._kept = []
+
+    def _write_tokens(self, at: slice, phase: int, conversation, position, step, token_ids) -> None:
+        """What holds for tokens whatever the layer; one value for all or one for each."""
+        if at.stop > self._capacity:
+            self._grow(at.stop)
+        rows = self._rows
+        rows["phase"][at], rows["conversation"][at], rows["position"][at] = phase, conversation, position
+        rows["step"][at] = step
+        if "token_ids" in rows:
+            rows["token_ids"][at] = token_ids
 
     def trace(self, **taken: Any) -> Trace:
         """The trace so far, checked.
@@ -249,7 +281,8 @@ class Recorder:
         for name, old in self._rows.items():
             # -1 wraps to 255 in `phase`, which every step writes.
             new = np.full((self._capacity, *old.shape[1:]), -1).astype(old.dtype)
-            new[: self._tokens] = old[: self._tokens]
+            written = self._tokens - self._held
+            new[:written] = old[:written]
             self._rows[name] = new
 
     def _count_active(self, at: slice, layer: int, active: np.ndarray) -> None:
