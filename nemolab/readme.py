@@ -258,6 +258,31 @@ def linear_table() -> str:
     return f"{how}\n\n{markdown_table(headers, rows)}"
 
 
+def replay_table() -> str:
+    """The replay's own speed by policy, libCacheSim's trace runner beside it, and what recording costs."""
+    from nemolab.measure import latest
+    from nemolab.simulate import POLICY_NAMES
+
+    policies = [latest(f"replay.{policy.replace('-', '_')}") for policy in POLICY_NAMES]
+    rows = [[row["settings"]["policy"], _spread(row), len(row["values"])] for row in policies]
+    names = ("curve", "of_libcachesim", "libcachesim", "one_by_one", "curve_of_libcachesim")
+    curve, faster, theirs, ours, by_curve = (latest(f"replay.{name}") for name in names)
+    recording, derive = (latest(f"trace.{name}", model="tiny") for name in ("slowdown", "derive"))
+    made, sizes = policies[0]["settings"], faster["settings"]["sizes"]
+    return (
+        f"{_taken([*policies, curve, faster, recording])}. {made['lookups']:,} lookups of a synthetic trace of"
+        f" Nemotron-3-Super's shape, {made['slots']:,} of {made['blocks']:,} blocks cached, one thread. Median (least"
+        f" to most).\n\n"
+        f"{markdown_table(['policy', 'million lookups a second:', 'samples:'], rows)}\n\n"
+        f"- The whole LRU curve, every size at once: {_spread(curve)} s.\n"
+        f"- LRU at {sizes} sizes, one lookup at a time, both in turns in one run: libCacheSim"
+        f" {faster['settings']['libcachesim']} {_spread(theirs)} million lookups a second, nemolab {_spread(ours)}:"
+        f" {_spread(faster)} times as fast. One curve holds all sizes: {_spread(by_curve)} times as fast.\n"
+        f"- Recording while data/tiny decodes: {_spread(recording)} times the time without it,"
+        f" {len(recording['values'])} rounds in turns; what is derived after an answer: {_spread(derive)} ms a token."
+    )
+
+
 @cache
 def policies_table() -> str:
     """Decode hit rates of the shipped trace by policy and size, where the cliff is, and engine against replay."""
@@ -339,6 +364,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "moe-step": moe_step_table,
     "linear": linear_table,
     "policies": policies_table,
+    "replay": replay_table,
     "notebooks": notebooks_table,
     "claims": claims_table,
 }
