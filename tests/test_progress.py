@@ -25,8 +25,10 @@ def test_bars_need_no_ipywidgets_and_keep_a_log_short(tmp_path):
 
 
 def find_widget_bars(text: str) -> list[str]:
-    """Imports of the tqdm that draws with ipywidgets."""
-    return re.findall(r"^\s*\"?(?:from|import)\s+(?:tqdm\.(?:auto|notebook|autonotebook)|ipywidgets)\b.*$", text, re.M)
+    """Imports of the tqdm that draws with ipywidgets; and of ipywidgets where nothing catches that they are not there."""
+    bars = r"^\s*\"?(?:from|import)\s+tqdm\.(?:auto|notebook|autonotebook)\b.*$"
+    bare = r"^(?:\s*\")?(?:from|import)\s+ipywidgets\b.*$"  # at the left edge of a module or of a notebook's line
+    return re.findall(f"{bars}|{bare}", text, re.M)
 
 
 def test_nothing_imports_bars_that_need_ipywidgets():
@@ -39,4 +41,7 @@ def test_the_search_can_fail():
     assert find_widget_bars("x = 1\n    from tqdm.auto import tqdm\nimport ipywidgets\n")
     assert find_widget_bars('    "from tqdm.notebook import tqdm\\n",') and not find_widget_bars(
         "from tqdm import tqdm"
+    )
+    assert find_widget_bars('    "import ipywidgets\\n",') and not find_widget_bars(
+        "    try:\n        import ipywidgets\n"
     )
