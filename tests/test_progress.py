@@ -25,7 +25,7 @@ def test_bars_need_no_ipywidgets_and_keep_a_log_short(tmp_path):
 
 
 def find_widget_bars(text: str) -> list[str]:
-    """Imports of the tqdm that draws with ipywidgets; and of ipywidgets where nothing catches that they are not there."""
+    """Imports of the tqdm that draws with ipywidgets, and of ipywidgets where nothing catches that they lack."""
     bars = r"^\s*\"?(?:from|import)\s+tqdm\.(?:auto|notebook|autonotebook)\b.*$"
     bare = r"^(?:\s*\")?(?:from|import)\s+ipywidgets\b.*$"  # at the left edge of a module or of a notebook's line
     return re.findall(f"{bars}|{bare}", text, re.M)
