@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from nemolab.errors import UsageError
+from nemolab.measure.bench_replay import CACHED_SHARE
 from nemolab.policy import Cache, Policy
 from nemolab.store.cache import ExpertCache
 from nemolab.trace.synthetic import sticky_trace
@@ -24,7 +25,6 @@ from nemolab.units import PAGE_BYTES
 
 TARGET_MS = 1.0  # of CPU a token
 LAYERS, EXPERTS, TOP_K = 40, 512, 22
-CACHED_SHARE = 0.24  # of all blocks
 GUESSES_RIGHT = 0.72  # of the guesses for the next layer, as was published
 
 

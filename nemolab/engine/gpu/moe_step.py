@@ -35,7 +35,7 @@ from nemolab.kernels.gpu.write_table import MOST, WriteTable
 from nemolab.store.arena import Arena
 from nemolab.store.direct_io import address
 from nemolab.store.page_lock import CopyBatch, Driver, PageLock
-from nemolab.units import PAGE_BYTES
+from nemolab.units import whole_pages
 
 STRATEGIES = ("whole", "grouped", "rows", "pull")
 _WAVES = {"whole": (4, 11, 5, 2), "grouped": (4, 7, 7, 4), "rows": (4, 9, 6, 3)}  # of 22 experts
@@ -52,7 +52,7 @@ class PinnedArray:
 
     def __init__(self, shape: tuple[int, ...], dtype, driver: Driver):
         self.nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        pages = -(-self.nbytes // PAGE_BYTES) * PAGE_BYTES
+        pages = whole_pages(self.nbytes)
         self._arena = Arena(1, pages)
         row = self._arena.rows[0]
         self._lock = PageLock(address(row), pages, pages, driver)
