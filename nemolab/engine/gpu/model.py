@@ -7,11 +7,14 @@ from contextlib import contextmanager
 
 import torch
 
-from nemolab.engine.gpu.experts import CacheMemory, PromptExperts, TokenExperts
-from nemolab.engine.gpu.layers import AttentionLayer, AttentionSteps, MambaLayer, MlpLayer, Norm
+from nemolab.engine.gpu.attention import AttentionLayer, AttentionSteps
+from nemolab.engine.gpu.cache_memory import CacheMemory
+from nemolab.engine.gpu.experts import TokenExperts
+from nemolab.engine.gpu.layers import MambaLayer, MlpLayer, Norm
 from nemolab.engine.gpu.moe import Choice, MoeLayer
 from nemolab.engine.gpu.operators import find_operators
 from nemolab.engine.gpu.plan import LOGIT_ROWS
+from nemolab.engine.gpu.prompt_experts import PromptExperts
 from nemolab.engine.gpu.state import empty_state
 from nemolab.engine.gpu.weights import CardWeights
 from nemolab.engine.model import ACTIVATIONS
