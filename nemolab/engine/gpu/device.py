@@ -34,9 +34,19 @@ class Card:
         """A small page-locked tensor that copies to and from the card need not wait for."""
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
-    def copy(self, to: int, source: int, nbytes: int) -> None:
-        """Queue a copy between two addresses, each the card's or this process's, on the current stream."""
-        self.locker.copy(to, source, nbytes, torch.cuda.current_stream(self.torch_device).cuda_stream)
+    def main_stream(self) -> torch.cuda.Stream:
+        """torch's current stream."""
+        return torch.cuda.current_stream(self.torch_device)
+
+    def new_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self.torch_device)
+
+    def new_event(self) -> torch.cuda.Event:
+        return torch.cuda.Event()
+
+    def copy(self, to: int, source: int, nbytes: int, stream: torch.cuda.Stream | None = None) -> None:
+        """Queue a copy between two addresses, each the card's or this process's, on a stream (None: the current)."""
+        self.locker.copy(to, source, nbytes, (stream or self.main_stream()).cuda_stream)
 
     def wait(self) -> None:
         """Until everything queued is done."""
@@ -74,7 +84,16 @@ class StandIn:
     def host_tensor(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
 
-    def copy(self, to: int, source: int, nbytes: int) -> None:
+    def main_stream(self) -> _AtOnce:
+        return _AtOnce()
+
+    def new_stream(self) -> _AtOnce:
+        return _AtOnce()
+
+    def new_event(self) -> _AtOnce:
+        return _AtOnce()
+
+    def copy(self, to: int, source: int, nbytes: int, stream: _AtOnce | None = None) -> None:
         ctypes.memmove(to, source, nbytes)
 
     def wait(self) -> None:
@@ -85,6 +104,21 @@ class StandIn:
 
     def memory(self) -> dict:
         return {"name": self.name}
+
+
+class _AtOnce:
+    """In the place of a stream and of an event, where everything is done when the call returns."""
+
+    cuda_stream = 0
+
+    def record(self, stream: _AtOnce | None = None) -> None: ...
+
+    def wait_event(self, event: _AtOnce) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
 
 
 class _NothingToLock:
