@@ -87,10 +87,13 @@ def test_one_question_as_json(chat, tiny_path):
         "stats": STATS,
         "memory": MEMORY,
     }
-    assert FakeEngine.opened == [
-        (str(tiny_path), {"ram_cache_gib": None, "ram_cache_slots": 48, "store": None}),
-        "closed",
-    ]
+    (path, settings), end = FakeEngine.opened
+    assert (path, end) == (str(tiny_path), "closed")
+    assert {name: value for name, value in settings.items() if value is not None} == {
+        "ram_cache_slots": 48,
+        "prefetch": 0,
+        "device": "cpu",
+    }, "nothing that was not asked for"
     ((messages, think, ask),) = FakeEngine.asked
     assert messages == [{"role": "user", "content": "hello"}] and think is False
     assert ask == {"max_tokens": 7, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 0}, "greedy unless asked"
@@ -98,7 +101,21 @@ def test_one_question_as_json(chat, tiny_path):
 
 def test_sizes_of_the_cache_reach_the_engine_in_gib(chat):
     chat("--prompt", "hello", "--ram-cache", "512MiB")
-    assert FakeEngine.opened[0][1] == {"ram_cache_gib": 0.5, "ram_cache_slots": None, "store": None}
+    settings = FakeEngine.opened[0][1]
+    assert (settings["ram_cache_gib"], settings["ram_cache_slots"], settings["store"]) == (0.5, None, None)
+
+
+def test_the_card_and_its_memory_reach_the_engine(chat):
+    words = "--device cuda:1 --transfer rows --vram 8GiB --prefetch 4".split()
+    chat("--prompt", "hello", *words)
+    settings = FakeEngine.opened[0][1]
+    chosen = {name: settings[name] for name in ("device", "transfer", "vram_gib", "prefetch")}
+    assert chosen == {"device": "cuda:1", "transfer": "rows", "vram_gib": 8.0, "prefetch": 4}
+
+
+def test_a_cards_memory_is_not_counted_in_slots(chat):
+    code, _, err = chat("--prompt", "hello", "--device", "cuda", "--vram", "8slots")
+    assert code == 2 and "8slots" in err and "8GiB" in err
 
 
 def test_one_question_for_people_streams_reasoning_answer_and_counts(chat):

@@ -10,6 +10,7 @@ import click
 from nemolab.commands.verb import (
     Answer,
     checkpoint_argument,
+    device_options,
     engine_path,
     ram_cache_option,
     sampling_options,
@@ -31,10 +32,16 @@ from nemolab.units import Budget, show_bytes
 )
 @click.option("--think", is_flag=True, help="Let the model reason before it answers.")
 @ram_cache_option
+@click.option(
+    "--prefetch", type=click.IntRange(min=0), default=0, show_default=True, help="Guesses read ahead a layer."
+)
+@device_options
 @store_option
 @sampling_options
 @click.option("--top-k", type=click.IntRange(min=0), default=0, show_default=True, help="0 is no limit.")
-def chat(path, prompt, max_tokens, think, ram_cache, store, temperature, top_p, top_k, seed):
+def chat(
+    path, prompt, max_tokens, think, ram_cache, prefetch, device, transfer, vram, store, temperature, top_p, top_k, seed
+):
     """Talk to a model whose experts are read on demand.
 
     Greedy and without reasoning unless asked otherwise. The answer's stats count lookups, hits, misses and bytes by
@@ -47,6 +54,7 @@ def chat(path, prompt, max_tokens, think, ram_cache, store, temperature, top_p, 
       nemolab chat
       nemolab chat --prompt "What is the difference between TCP and UDP?" --max-tokens 200
       nemolab chat /models/nemotron-super --ram-cache 14GiB --think --json --prompt "Why is the sky blue?"
+      nemolab chat /models/nemotron-super --device cuda --vram 8GiB --ram-cache 16GiB --prefetch 4
     """
     if prompt is None and settings().as_json:
         raise UsageError("chat --json answers one question: add --prompt TEXT")
@@ -63,7 +71,9 @@ def chat(path, prompt, max_tokens, think, ram_cache, store, temperature, top_p, 
         "seed": seed,
     }
     path = engine_path(path, store)
-    with Engine(path, ram_cache_gib=budget.gib, ram_cache_slots=budget.slots, store=store) as engine:
+    cache = {"ram_cache_gib": budget.gib, "ram_cache_slots": budget.slots, "prefetch": prefetch}
+    where = {"device": device, "transfer": transfer, "vram_gib": vram}
+    with Engine(path, store=store, **cache, **where) as engine:
         for note in engine.notes:
             say(f"note: {note}")
         say(engine.budget.line())

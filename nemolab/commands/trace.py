@@ -9,6 +9,7 @@ from nemolab.commands.verb import (
     Answer,
     PathName,
     checkpoint_argument,
+    device_options,
     engine_path,
     ram_cache_option,
     sampling_options,
@@ -41,13 +42,15 @@ COLUMNS = ("tokens", "lookups", "hits", "misses", "hit_rate", "reads_per_token",
     "--prefetch", type=click.IntRange(min=0), default=0, show_default=True, help="Guesses read ahead a layer."
 )
 @click.option("--policy", default="lru", show_default=True, metavar="NAME", help="Who leaves the cache.")
+@device_options
 @click.option("--think", is_flag=True, help="Let the model reason before it answers.")
 @sampling_options
 @click.option("--token-ids/--no-token-ids", default=True, help="Keep what was fed, so that it can be fed again.")
 @store_option
 def trace(
-    path, prompts, texts, to, max_tokens, ram_cache, prefetch, policy, think, temperature, top_p, seed, token_ids, store
-):
+    path, prompts, texts, to, max_tokens, ram_cache, prefetch, policy, device, transfer, vram,
+    think, temperature, top_p, seed, token_ids, store,
+):  # fmt: skip
     """Record what the model routes while it answers, for `nemolab simulate`.
 
     Written down for every token and MoE layer: the experts in rank order and their weights, what the routers of the
@@ -87,7 +90,8 @@ def trace(
     budget = ram_cache or Budget()
     cache = {"ram_cache_gib": budget.gib, "ram_cache_slots": budget.slots, "prefetch": prefetch, "policy": policy}
     model = engine_path(path, store)
-    with Engine(model, store=store, **cache) as engine:
+    where = {"device": device, "transfer": transfer, "vram_gib": vram}
+    with Engine(model, store=store, **cache, **where) as engine:
         for note in engine.notes:
             say(f"note: {note}")
         say(engine.budget.line())

@@ -196,6 +196,26 @@ def sampling_options(function: Callable) -> Callable:
     return function
 
 
+def device_options(function: Callable) -> Callable:
+    """--device, --transfer, --vram: where a model runs, as `Engine` takes it."""
+    for option in (
+        click.option("--vram", callback=_vram, metavar="SIZE", help="Of a card's memory, such as 8GiB. Default: all."),
+        click.option(
+            "--transfer", metavar="WAY", help="How experts reach a card: pull (default), rows, grouped, whole."
+        ),
+        click.option("--device", default="cpu", show_default=True, metavar="cpu|cuda", help="cuda:1 is a second card."),
+    ):
+        function = option(function)
+    return function
+
+
+def _vram(context, parameter, value):
+    budget = _budget(context, parameter, value)
+    if budget is not None and budget.slots is not None:
+        raise UsageError(f"--vram {value}: a card's memory is given in bytes, such as 8GiB")
+    return budget and budget.gib
+
+
 def table(headers: list[str], rows: list[list[Any]]) -> str:
     """A plain text table: numbers to the right, words to the left.
 
