@@ -5,7 +5,7 @@ import json
 import pytest
 
 from nemolab.errors import NemolabError
-from nemolab.measure import latest, machine, read_rows, record, versus
+from nemolab.measure import latest, machine, make_row, read_rows, record, versus
 from nemolab.measure.rows import FIELDS
 
 
@@ -56,6 +56,28 @@ def test_a_row_without_real_samples_is_refused(tmp_path, values):
 def test_a_name_that_is_no_file_name_is_refused(tmp_path):
     with pytest.raises(NemolabError, match="small letters"):
         record("../pread", [1.0], "s", {}, folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("told", "commit", "dirty"),
+    [
+        ("abc123def456", "abc123def456", False),
+        ("abc123def456+changes", "abc123def456", True),
+        ("0" * 40, "0" * 12, False),
+    ],
+)
+def test_a_copy_that_git_does_not_know_is_told_its_commit(monkeypatch, told, commit, dirty):
+    monkeypatch.setenv("NEMOLAB_COMMIT", told)
+    row = make_row("pread", [1.0], "s", {})
+    assert row["commit"] == commit and row["dirty"] is dirty
+
+
+@pytest.mark.parametrize("told", ["", "main", "abc123", "ABC123DEF456", "abc123def456+change", "0" * 41])
+def test_what_is_no_commit_is_refused_before_a_row_is_made(monkeypatch, tmp_path, told):
+    monkeypatch.setenv("NEMOLAB_COMMIT", told)
+    with pytest.raises(NemolabError, match="NEMOLAB_COMMIT is .*hexadecimal"):
+        record("pread", [1.0], "s", {}, folder=tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"name": "pread"}', "3"])

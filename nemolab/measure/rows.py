@@ -11,6 +11,9 @@ A name has one or two parts, `decode` or `compare.kl_mean`; rows that share the 
 | machine  | `machine()`                                                               |
 | commit, dirty | the code that measured; null outside git                             |
 | time     | UTC, ISO 8601                                                             |
+
+Where git does not know the code, in a copy on another machine say, NEMOLAB_COMMIT tells: `abc123def456`, or
+`abc123def456+changes` where the tree was dirty. It wins over git.
 """
 
 import json
@@ -30,6 +33,7 @@ from nemolab import paths
 from nemolab.errors import NemolabError
 from nemolab.measure.machine import machine
 
+COMMIT_VARIABLE, WITH_CHANGES = "NEMOLAB_COMMIT", "+changes"
 FIELDS = ("name", "unit", "values", "settings", "machine", "commit", "dirty", "time")
 
 
@@ -120,7 +124,19 @@ def _fits(found: Any, wanted: Any) -> bool:
 
 
 def code_version() -> tuple[str | None, bool | None]:
-    """The commit of the clone and whether its tree was dirty; rows being added do not count as dirt."""
+    """The commit of the clone and whether its tree was dirty; rows being added do not count as dirt.
+
+    Raises NemolabError where NEMOLAB_COMMIT is set to what is no commit.
+    """
+    told = os.environ.get(COMMIT_VARIABLE)
+    if told is not None:
+        commit = told.removesuffix(WITH_CHANGES)
+        if not re.fullmatch(r"[0-9a-f]{7,40}", commit):
+            raise NemolabError(
+                f"{COMMIT_VARIABLE} is {told!r}; 7 to 40 hexadecimal digits were expected, as git rev-parse prints, "
+                f"with {WITH_CHANGES} behind them where the tree was dirty; unset it to ask git"
+            )
+        return commit[:12], told != commit
     try:
         home = str(paths.home())
         commit = _git(home, "rev-parse", "--short=12", "HEAD")
