@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
 from nemolab.engine.gpu.attention import AttentionLayer, AttentionSteps
 from nemolab.engine.gpu.cache_memory import CacheMemory
 from nemolab.engine.gpu.experts import TokenExperts
+from nemolab.engine.gpu.guard import Guard
 from nemolab.engine.gpu.layers import MambaLayer, MlpLayer, Norm
 from nemolab.engine.gpu.moe import Choice, MoeLayer
 from nemolab.engine.gpu.operators import find_operators
@@ -40,6 +38,7 @@ class CardModel:
         if store.layout != "neuron":
             raise EngineError(f"this store has layout {store.layout!r}; a card needs 'neuron': nemolab repack makes it")
         self.config, self.team, self.device, self._prefetch = config, team, device, prefetch
+        self._guard = Guard(device)
         stored = DenseWeights(store, team)
         weights = CardWeights(stored, device.torch_device, operators)
         self.embeddings = stored.matrix("backbone.embeddings", config.vocab_size, config.hidden_size)
@@ -90,15 +89,17 @@ class CardModel:
         """ids int64 [tokens] on the CPU -> normed hidden states [tokens, hidden] on the card."""
         if self._recorder:
             self._recorder.begin_step(PREFILL, state, ids)
-        with _memory_told(f"a pass of {ids.shape[0]} tokens behind {state.tokens}"):
-            x = self.embeddings.take(ids).to(self.device.torch_device)
-            for layer, layer_state in zip(self.layers, state.layers, strict=True):
-                layer.prompt(x, layer_state)
-            hidden = self.norm.new(x, torch.float32)
+        hidden = self._guard.run(ids.shape[0], state.tokens, lambda: self._prompt(ids, state))
         state.tokens += ids.shape[0]
         if self._recorder:
             self._recorder.end_step()
         return hidden
+
+    def _prompt(self, ids: torch.Tensor, state: State) -> torch.Tensor:
+        x = self.embeddings.take(ids).to(self.device.torch_device)
+        for layer, layer_state in zip(self.layers, state.layers, strict=True):
+            layer.prompt(x, layer_state)
+        return self.norm.new(x, torch.float32)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Normed hidden states [tokens, hidden] on the card -> logits float32 [tokens, vocab] on the CPU."""
@@ -111,27 +112,19 @@ class CardModel:
         """One token -> logits float32 [vocab] on the CPU; the state moves on by it."""
         if self._recorder:
             self._recorder.begin_step(DECODE, state, (token_id,))
-        x = self._x
-        x.copy_(self.embeddings.take(torch.tensor([token_id]))[0])
-        with _memory_told(f"a token behind {state.tokens}"):
-            for layer, layer_state in zip(self.layers, state.layers, strict=True):
-                layer.step(x, layer_state)
+        self._guard.run(1, state.tokens, lambda: self._step(token_id, state))
         state.tokens += 1
         if self._recorder:
             self._recorder.end_step()
-        self.head.multiply(self.norm.run(x, self._h), self._logits)
+        self.head.multiply(self.norm.run(self._x, self._h), self._logits)
         return self._logits.cpu().clone()
+
+    def _step(self, token_id: int, state: State) -> None:
+        self._x.copy_(self.embeddings.take(torch.tensor([token_id]))[0])
+        for layer, layer_state in zip(self.layers, state.layers, strict=True):
+            layer.step(self._x, layer_state)
 
     def close(self) -> None:
         """Wait for the card and unlock the cache's memory."""
         self.device.wait()
         self.memory.close()
-
-
-@contextmanager
-def _memory_told(what: str) -> Iterator[None]:
-    """An error of ours where the card's memory does not suffice, or the part of it that this engine may take."""
-    try:
-        yield
-    except torch.OutOfMemoryError as problem:
-        raise EngineError(f"the card's memory does not suffice for {what}: {str(problem).split('. ')[0]}") from None
