@@ -16,12 +16,11 @@ from typing import Any
 
 from nemolab.errors import UsageError
 from nemolab.measure.bench import SHAPES, _fill_block
+from nemolab.measure.gpu_floors import COPIES, COPY_BYTES, STREAM_BYTES, CardBus, need_card
 from nemolab.measure.transfer import count_crossing
 
 CHOICES = 16  # different sets of experts, in turn
 _DISTINCT = 24  # blocks of different content; the others repeat it at other addresses
-_STREAM_BYTES = 256 * 2**20
-_COPY_BYTES = 48 * 2**20
 
 
 def bench_moe_step(
@@ -40,8 +39,6 @@ def bench_moe_step(
              <name>_of_floor; pull_is_faster_than_<name>; copy_gb_s, stream_gb_s; same_bits, relative_error; rows
     Raises UsageError without a card, for sizes that cannot be, and when two strategies do not agree to the bit.
     """
-    import torch
-
     if shape not in SHAPES:
         raise UsageError(f"shape {shape!r}; known are {', '.join(SHAPES)}")
     if not (1 <= top_k <= cached and 0 < active <= 1 and steps >= 1 and repeats >= 3):
@@ -49,8 +46,7 @@ def bench_moe_step(
             f"{top_k} of {cached} experts, {active} of the neurons active, {steps} steps, {repeats} repeats: "
             "1 expert or more of those cached, a share above 0, 1 step and 3 repeats at least are needed"
         )
-    if not torch.cuda.is_available():
-        raise UsageError("bench moe-step needs a CUDA card, and torch finds none here")
+    need_card()
     bench = _Bench(shape, top_k, active, cached)
     try:
         return bench.run(steps, repeats)
@@ -76,7 +72,7 @@ class _Bench:
         self.top_k, self.cached, self.active = top_k, cached, active
         block_bytes = self.form.block_bytes
         cached_bytes = cached * block_bytes
-        arena_bytes = max(cached_bytes, 2 * _STREAM_BYTES)
+        arena_bytes = max(cached_bytes, 2 * STREAM_BYTES)
         check_room(arena_bytes, f"{cached} experts in page-locked memory")
         torch.zeros(1, device="cuda")  # torch's context is the one everything else uses
         self.driver = Driver()
@@ -109,8 +105,7 @@ class _Bench:
         for step in self.steps.values():
             step.x.copy_(self.x)
             step.weights.copy_(self.weights)
-        self.copied_to = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda")
-        self.sums = torch.empty(4 * torch.cuda.get_device_properties(0).multi_processor_count, dtype=torch.int32).cuda()
+        self.bus = CardBus(self.driver, self.first, self.arena.reserved_bytes, self.lock.chunk_bytes)
         self.turn = 0
         self._fetch = Fetch
 
@@ -124,7 +119,7 @@ class _Bench:
         torch.cuda.synchronize()
         if not torch.equal(self.steps["pull"].out, outputs[3]):
             raise UsageError("pull as a CUDA graph gives other bits than pull launched step by step")
-        bandwidths = {"copy": self._copy_gb_s, "stream": self._stream_gb_s}
+        bandwidths = {"copy": self.bus.copy_gb_s, "stream": self.bus.in_place_gb_s}
         samples: dict[str, list[float]] = {name: [] for name in (*calls, *bandwidths)}
         for round_ in range(-1, repeats):  # the first is a warm-up
             names = list(samples) if round_ % 2 else list(reversed(samples))
@@ -201,29 +196,6 @@ class _Bench:
         torch.cuda.synchronize()
         return 1e6 * (time.perf_counter() - started) / steps
 
-    def _copy_gb_s(self) -> float:
-        """A plain copy from page-locked memory to the card; no more at once than lies within one registration."""
-        import torch
-
-        size = min(_COPY_BYTES, self.lock.chunk_bytes)
-        places = [self.first + chunk * self.lock.chunk_bytes for chunk in range(8)]
-        places = [at for at in places if at + size <= self.first + self.arena.reserved_bytes]
-        stream = torch.cuda.current_stream().cuda_stream
-
-        def copies():
-            for at in places:
-                self.driver.copy(self.copied_to.data_ptr(), at, size, stream)
-
-        return len(places) * size / _seconds(copies) / 1e9
-
-    def _stream_gb_s(self) -> float:
-        """A kernel that adds up what it reads in place, the first and the second half of memory in turn."""
-        from nemolab.kernels.gpu.stream import stream
-
-        self.turn += 1
-        at = self.first + self.turn % 2 * _STREAM_BYTES
-        return _STREAM_BYTES / _seconds(lambda: stream(at, _STREAM_BYTES // 4, self.sums, num_warps=8)) / 1e9
-
     def _answer(self, samples, counted, outputs, steps) -> dict[str, Any]:
         groups, neurons = counted["groups"], counted["neurons"]  # a step
         each = count_crossing(self.inter, self.width, neurons / self.top_k, groups / self.top_k)
@@ -260,7 +232,8 @@ class _Bench:
             found[f"pull_is_faster_than_{name}"] = found[f"{name}_us"] / found["pull_us"]
         for name in ("copy", "stream"):
             row = {"name": f"moe_step.{name}_bandwidth", "values": samples[name], "unit": "GB/s"}
-            rows.append(row | {"settings": {"bytes": _STREAM_BYTES if name == "stream" else "8 pieces of 48 MiB"}})
+            pieces = f"{COPIES} pieces of {COPY_BYTES // 2**20} MiB"
+            rows.append(row | {"settings": {"bytes": STREAM_BYTES if name == "stream" else pieces}})
         return found | {
             "copy_gb_s": copy_gb_s,
             "stream_gb_s": stream_gb_s,
@@ -285,16 +258,3 @@ class _Bench:
             down = decode_rows_torch(*published_down_torch(planes[2], planes[3]), down_2)
             total += weight * (down.double() @ h)
         return float((out.cpu() - total).abs().max() / total.abs().max())
-
-
-def _seconds(call) -> float:
-    """Of queued work, between two events on the card; once before, not counted."""
-    import torch
-
-    call()
-    begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begun.record()
-    call()
-    ended.record()
-    torch.cuda.synchronize()
-    return 1e-3 * begun.elapsed_time(ended)

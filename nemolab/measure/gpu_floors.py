@@ -1,12 +1,17 @@
-"""How work on a card is timed, and how fast the card reads its own memory: the floor of the run that needs it.
+"""How work on a card is timed, and how fast bytes reach it: the floors of the run that needs them.
 
-Every function waits for the card only at its end; samples are seconds or GB/s (10^9), one a repeat.
+Bytes come over the bus, copied from page-locked memory or read there in place, or from the card's own memory. What a
+floor is measured with does nothing else: a plain copy, a kernel that only adds up what it reads.
+GB are 10^9 bytes. Where twins on the CPU run in a card's place, its memory does too (`open_bus`): such figures show
+that a benchmark works, and say nothing about a card.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
@@ -14,6 +19,10 @@ from nemolab.errors import UsageError
 
 BUFFER_BYTES = 2**30  # read by a floor: well above any card's cache
 WARM_S = 0.1  # of work before anything counts: an idle card takes a while to raise its clocks
+STREAM_BYTES = 256 * 2**20  # read in place for a sample, from one half of a stretch of memory and the other in turn
+COPY_BYTES = 48 * 2**20  # of one copy
+COPIES = 8
+STAND_IN_BYTES = 4 * 2**20  # of the CPU's memory in the place of all these
 
 
 def need_card() -> torch.device:
@@ -71,3 +80,119 @@ def device_read_gb_s(repeats: int = 9, buffer_bytes: int = BUFFER_BYTES) -> list
     sums = torch.empty(programs, dtype=torch.int32, device=device)
     seconds = time_events(lambda: stream(buffer.data_ptr(), buffer.numel(), sums), repeats)
     return [buffer.nbytes / second / 1e9 for second in seconds]
+
+
+class Bus(Protocol):
+    """Between the memory of the host and a card: a sample a call, in GB/s."""
+
+    def copy_gb_s(self) -> float: ...
+
+    def in_place_gb_s(self) -> float: ...
+
+
+class CardBus:
+    """The bus of the current card, measured on a stretch of page-locked memory.
+
+    address, nbytes  of the stretch, 2 * STREAM_BYTES or more
+    chunk_bytes      of one registration, whose border no copy may cross
+    """
+
+    def __init__(self, driver, address: int, nbytes: int, chunk_bytes: int):
+        card = need_card()
+        if nbytes < 2 * STREAM_BYTES:
+            raise UsageError(
+                f"a bus is measured on {2 * STREAM_BYTES:,} bytes of page-locked memory, not on {nbytes:,}"
+            )
+        self._driver, self._address = driver, address
+        self._copy_bytes = min(COPY_BYTES, chunk_bytes)
+        places = [address + number * chunk_bytes for number in range(COPIES)]
+        self._places = [place for place in places if place + self._copy_bytes <= address + nbytes]
+        self._copied_to = torch.empty(self._copy_bytes, dtype=torch.uint8, device=card)
+        programs = 4 * torch.cuda.get_device_properties(card).multi_processor_count
+        self._sums = torch.empty(programs, dtype=torch.int32, device=card)
+        self._turn = 0
+
+    def copy_gb_s(self) -> float:
+        """A plain copy from page-locked memory to the card."""
+        stream = torch.cuda.current_stream().cuda_stream
+
+        def copies():
+            for place in self._places:
+                self._driver.copy(self._copied_to.data_ptr(), place, self._copy_bytes, stream)
+
+        return len(self._places) * self._copy_bytes / _event_seconds(copies) / 1e9
+
+    def in_place_gb_s(self) -> float:
+        """A kernel that adds up what it reads in page-locked memory, the first and the second half of it in turn."""
+        from nemolab.kernels.gpu.stream import stream
+
+        self._turn += 1
+        place = self._address + self._turn % 2 * STREAM_BYTES
+        read = _event_seconds(lambda: stream(place, STREAM_BYTES // 4, self._sums, num_warps=8))
+        return STREAM_BYTES / read / 1e9
+
+
+class StandInBus:
+    """Where the CPU stands in a card's place: copies within its memory, and torch's sum of it."""
+
+    def __init__(self):
+        self._from, self._to = torch.ones(2, STAND_IN_BYTES // 4, dtype=torch.int32)
+
+    def copy_gb_s(self) -> float:
+        return STAND_IN_BYTES / _wall_seconds(lambda: self._to.copy_(self._from)) / 1e9
+
+    def in_place_gb_s(self) -> float:
+        return STAND_IN_BYTES / _wall_seconds(self._from.sum) / 1e9
+
+
+@contextmanager
+def open_bus(device) -> Iterator[Bus]:
+    """The bus of a device of `engine.gpu.device`, with page-locked memory of its own while the block runs.
+
+    Raises UsageError where the driver does not lock it.
+    """
+    from nemolab.store.arena import Arena
+    from nemolab.store.direct_io import address
+    from nemolab.store.page_lock import CHUNK_BYTES, PageLock
+
+    if device.torch_device.type != "cuda":
+        yield StandInBus()
+        return
+    arena = Arena(2 * STREAM_BYTES // CHUNK_BYTES, CHUNK_BYTES)
+    lock = PageLock(address(arena.rows), arena.reserved_bytes, CHUNK_BYTES, device.locker)
+    try:
+        arena.rows[:] = 1  # written, so that it lies in memory of its own instead of in the one page of zeros
+        problem = lock.grow(arena.reserved_bytes)
+        if problem is not None:
+            raise UsageError(f"{arena.reserved_bytes} bytes to measure the bus with: {problem}")
+        yield CardBus(device.locker, address(arena.rows), arena.reserved_bytes, lock.chunk_bytes)
+        device.wait()
+    finally:
+        lock.close()
+        arena.close()
+
+
+def own_read_gb_s(device, repeats: int) -> list[float]:
+    """`device_read_gb_s` of a device of `engine.gpu.device`, or of the CPU's memory in its place."""
+    if device.torch_device.type == "cuda":
+        return device_read_gb_s(repeats)
+    bus = StandInBus()
+    return [bus.in_place_gb_s() for _ in range(repeats)]
+
+
+def _event_seconds(call: Callable[[], object]) -> float:
+    """Of queued work, between two events on the card; once before, not counted."""
+    call()
+    begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begun.record()
+    call()
+    ended.record()
+    torch.cuda.synchronize()
+    return 1e-3 * begun.elapsed_time(ended)
+
+
+def _wall_seconds(call: Callable[[], object]) -> float:
+    call()
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
