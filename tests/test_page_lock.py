@@ -57,6 +57,19 @@ def test_a_cap_stops_it_where_it_is_and_it_can_try_again():
     assert locker.locked == {}
 
 
+def test_it_shrinks_by_its_last_chunk():
+    locker = FakeLocker(1 << 30)
+    lock = PageLock(0, 10 * ROW, ROW, locker, chunk_bytes=4 * ROW)
+    lock.grow(10 * ROW)
+    assert [lock.shrink() for _ in range(4)] == [2 * ROW, 4 * ROW, 4 * ROW, 0]
+    assert locker.locked == {} and lock.locked_bytes == 0
+    assert lock.grow(5 * ROW) is None and lock.locked_bytes == 8 * ROW
+    locker.locked.pop(4 * ROW)
+    with pytest.raises(StoreError, match=f"unlocking {4 * ROW} bytes of memory failed"):
+        lock.shrink()
+    assert lock.locked_bytes == 4 * ROW
+
+
 def test_what_cannot_be_unlocked_is_said():
     locker = FakeLocker(1 << 30)
     lock = PageLock(0, 4 * ROW, ROW, locker, chunk_bytes=ROW)

@@ -146,6 +146,20 @@ class PageLock:
             self.locked_bytes += size
         return None
 
+    def shrink(self) -> int:
+        """Unlock the last chunk, which nothing on the card may be reading any more. Its bytes; 0 where there is none.
+
+        Raises StoreError where the driver does not unlock it.
+        """
+        if not self._chunks:
+            return 0
+        size = self._address + self.locked_bytes - self._chunks[-1]
+        problem = self._locker.unlock(self._chunks.pop())
+        self.locked_bytes -= size
+        if problem is not None:
+            raise StoreError(f"unlocking {size} bytes of memory failed: {problem}")
+        return size
+
     def close(self) -> None:
         """Unlock everything; nothing on the card may be reading it any more. Closing twice is fine."""
         problems = []
