@@ -168,22 +168,21 @@ class Engine:
         For long prompts `last_logits` and `logits_in_pieces` need far less memory.
         """
         with self._prompt(ids, state) as parts:
-            hidden = [self._model.prompt(part, state) for part in parts]
-            return torch.cat([self._model.logits(part) for part in hidden])
+            return torch.cat([self._model.logits(self._model.prompt(part, state)) for part in parts])
 
     def last_logits(self, ids: Iterable[int], state: State) -> torch.Tensor:
         """Feed ids to a state and return the logits after the last one, float32 [vocab]."""
         with self._prompt(ids, state) as parts:
             for part in parts:
-                hidden = self._model.prompt(part, state)
-            return self._model.logits(hidden[-1:])[0]
+                last = self._model.prompt(part, state)[-1:].clone()  # the rest's memory goes before the next part
+            return self._model.logits(last)[0]
 
     def logits_in_pieces(
         self, ids: Iterable[int], state: State, piece_tokens: int = LOGIT_TOKENS
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """As `prefill`, but (first position, logits [up to piece_tokens, vocab]) one after the other."""
         with self._prompt(ids, state) as parts:
-            hidden = [self._model.prompt(part, state) for part in parts]
+            hidden = [self._model.prompt(part, state).cpu() for part in parts]
         start = 0
         for part in hidden:
             for first in range(0, part.shape[0], piece_tokens):

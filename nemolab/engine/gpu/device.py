@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 import ctypes
+from typing import NamedTuple
+from weakref import WeakSet
 
 import torch
 
+from nemolab.engine.gpu.beside import beside_of
 from nemolab.errors import EngineError, StoreError
 from nemolab.store.page_lock import Driver
 
 TWIN = "twin"  # the engine of a card without the card: operators' twins on the CPU
+
+
+class Usage(NamedTuple):
+    """Bytes of a card's memory.
+
+    allocated  torch's tensors; reserved  held by torch; beside  held by this process beside torch, None: not known
+    used       by everybody; total  there are
+    """
+
+    allocated_bytes: int
+    reserved_bytes: int
+    beside_bytes: int | None
+    used_bytes: int
+    total_bytes: int
+
+    @property
+    def free_bytes(self) -> int:
+        return self.total_bytes - self.used_bytes
 
 
 class Card:
@@ -19,8 +40,13 @@ class Card:
     Raises EngineError where there is none that can be used.
     """
 
+    _limited: WeakSet[Card] = WeakSet()  # those with a limit: torch keeps one for the whole process
+
     def __init__(self, index: int):
         _check_card(index)
+        self._beside, self._limit_bytes = beside_of(index), None  # looked at before this process touches the card
+        if torch.cuda.is_initialized():
+            self._beside.begin(torch.cuda.memory_reserved(index))
         self.torch_device = torch.device("cuda", index)
         torch.cuda.set_device(self.torch_device)
         try:
@@ -29,6 +55,7 @@ class Card:
             raise EngineError(str(problem)) from None
         properties = torch.cuda.get_device_properties(self.torch_device)
         self.name, self.total_bytes = properties.name, properties.total_memory
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def host_tensor(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """A small page-locked tensor that copies to and from the card need not wait for."""
@@ -53,21 +80,46 @@ class Card:
         torch.cuda.synchronize(self.torch_device)
 
     def set_limit(self, nbytes: int | None) -> None:
-        """torch's allocations beyond these bytes fail from now on (None: no limit). What torch keeps unused goes."""
-        torch.cuda.empty_cache()
-        fraction = 1.0 if nbytes is None else min(1.0, nbytes / self.total_bytes)
+        """torch's allocations beyond these bytes fail from now on (None: no limit). What torch keeps unused goes.
+
+        It holds for the process: of several engines on a card, the tightest limit.
+        """
+        self._limit_bytes = nbytes
+        (self._limited.discard if nbytes is None else self._limited.add)(self)
+        limits = [card._limit_bytes for card in self._limited if card.torch_device == self.torch_device]
+        self.release()
+        fraction = min(1.0, min(limits) / self.total_bytes) if limits else 1.0
         torch.cuda.set_per_process_memory_fraction(fraction, self.torch_device)
 
-    def memory(self) -> dict:
-        """Bytes: in tensors now and at the peak, held by torch, and in use on the card by everybody."""
+    def release(self) -> None:
+        """What torch keeps of freed memory goes back to the driver."""
+        torch.cuda.empty_cache()
+
+    def begin(self) -> None:
+        """Nothing of ours is under way: see `Beside.begin`."""
+        self._beside.begin(torch.cuda.memory_reserved(self.torch_device))
+
+    def look(self) -> Usage:
         free_bytes, total_bytes = torch.cuda.mem_get_info(self.torch_device)
+        reserved_bytes = torch.cuda.memory_reserved(self.torch_device)
+        beside_bytes = self._beside.end(reserved_bytes)
+        allocated_bytes = torch.cuda.memory_allocated(self.torch_device)
+        return Usage(allocated_bytes, reserved_bytes, beside_bytes, total_bytes - free_bytes, total_bytes)
+
+    def memory(self) -> dict:
+        """Bytes as found: by torch, beside it and how that is known, in use by everybody; and at the peak."""
+        usage, beside = self.look(), self._beside
+        how = beside.source if beside.bytes is not None else f"{beside.source} as planned: {beside.why_assumed}"
         return {
-            "name": self.name,
-            "allocated_bytes": torch.cuda.memory_allocated(self.torch_device),
+            "allocated_bytes": usage.allocated_bytes,
+            "reserved_bytes": usage.reserved_bytes,
+            "beside_bytes": usage.beside_bytes,
+            "beside_is": how,
+            "in_use_bytes": usage.used_bytes,
+            "total_bytes": usage.total_bytes,
             "peak_allocated_bytes": torch.cuda.max_memory_allocated(self.torch_device),
-            "reserved_bytes": torch.cuda.memory_reserved(self.torch_device),
-            "in_use_bytes": total_bytes - free_bytes,
-            "total_bytes": total_bytes,
+            "peak_reserved_bytes": torch.cuda.max_memory_reserved(self.torch_device),
+            "peak_beside_bytes": beside.peak_bytes if beside.bytes is not None else None,
         }
 
 
@@ -102,8 +154,17 @@ class StandIn:
     def set_limit(self, nbytes: int | None) -> None:
         pass
 
+    def release(self) -> None:
+        pass
+
+    def begin(self) -> None:
+        pass
+
+    def look(self) -> Usage | None:
+        return None
+
     def memory(self) -> dict:
-        return {"name": self.name}
+        return {}
 
 
 class _AtOnce:

@@ -1,4 +1,8 @@
-"""A pass over the layers on a card, with the card's memory watched before, meanwhile and after."""
+"""The budget of a card's memory, and passes over the layers under it: watched before, meanwhile and after.
+
+torch keeps to a limit by itself. What the process takes beside torch (`beside`) has no limit, so it is measured, again
+when kernels were compiled and graphs made, and torch gets what the budget leaves.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +12,119 @@ from typing import TypeVar
 
 import torch
 
+from nemolab.engine.gpu.device import Usage
+from nemolab.engine.gpu.plan import CardPlan
 from nemolab.errors import EngineError
+from nemolab.units import show_bytes
 
+# What may still come between one look and the next: the driver takes memory for kernels and graphs in small pieces.
+SPARE_BYTES = 16 * 2**20
 Result = TypeVar("Result")
 
 
 class Guard:
-    """Runs passes. Memory that does not suffice is an error of ours, and what the pass had taken is given back."""
+    """Keeps a process within `plan.budget_bytes` (None: no limit) of a card, and says what is wrong where it cannot.
 
-    def __init__(self, device):
-        self._device = device
+    Memory that does not suffice is an error of ours, and what a pass had taken is given back.
+    .limit_bytes  what torch may take now, or None
+    """
 
-    def run(self, tokens: int, behind: int, compute: Callable[[], Result]) -> Result:
-        """What `compute` returns: a pass of so many tokens behind so many. Raises EngineError where memory ends."""
+    def __init__(self, device, plan: CardPlan):
+        self._device, self._plan, self.limit_bytes = device, plan, None
+        self._steps = 0  # tokens since the last prompt
+        self._limit()
+
+    def run(self, tokens: int, what: str, compute: Callable[[], Result]) -> Result:
+        """What `compute` returns: a pass of so many tokens, in words `what`.
+
+        Raises EngineError where memory ends and, before anything is computed, where the process holds more than the
+        budget already.
+        """
+        # Something new is compiled or made with a prompt, with the first tokens behind it, and ever more rarely then.
+        self._steps = 0 if tokens != 1 else self._steps + 1
+        watched = self.limit_bytes is not None and self._steps & (self._steps - 1) <= 0
+        if watched:
+            self._device.begin()
+            self._check_held()
+        result = self.compute(what, compute)
+        if watched:
+            self._limit()
+        return result
+
+    def load(self, what: str, compute: Callable[[], Result]) -> Result:
+        """The same for what is to stay on the card."""
+        result = self.compute(what, compute)
+        self._limit()
+        self._check_held()
+        return result
+
+    def close(self) -> None:
+        """No limit any more. Closing twice is fine."""
+        if self.limit_bytes is not None:
+            self.limit_bytes = None
+            self._device.set_limit(None)
+
+    def compute(self, what: str, compute: Callable[[], Result]) -> Result:
+        """The same, with nothing measured. Raises EngineError where memory ends."""
         try:
             return compute()
         except torch.OutOfMemoryError as problem:
-            said = str(problem).split(". ")[0]
+            said = ". ".join(str(problem).split(". ")[:2]).removesuffix(".")
+            held = self._explain()
             # Whoever keeps the error (a notebook does) would keep every tensor of the frames it came through.
             traceback.clear_frames(problem.__traceback__)
-        what = "a token" if tokens == 1 else f"a pass of {tokens} tokens"
-        raise EngineError(f"the card's memory does not suffice for {what} behind {behind}: {said}")
+        self._device.release()
+        raise EngineError(f"the card's memory does not suffice for {what}: {said}{held}")
+
+    def _limit(self) -> None:
+        """Give torch what the budget leaves beside everything else, as planned or, where that is more, as found."""
+        if self._plan.budget_bytes is None:
+            return
+        usage, beside_bytes = self._device.look(), self._plan.context_bytes
+        if usage is not None and usage.beside_bytes is not None:
+            beside_bytes = max(beside_bytes, usage.beside_bytes + SPARE_BYTES)
+        limit_bytes = max(0, self._plan.budget_bytes - beside_bytes)
+        if self.limit_bytes is None or limit_bytes < self.limit_bytes:
+            self.limit_bytes = limit_bytes
+            self._device.set_limit(limit_bytes)
+
+    def _check_held(self) -> None:
+        if self.limit_bytes is None or not self._is_over(self._device.look()):
+            return
+        self._device.release()  # torch keeps what was freed; that can go
+        usage = self._device.look()
+        if self._is_over(usage):
+            torch_holds, beside = show_bytes(usage.reserved_bytes), show_bytes(self._beside(usage))
+            raise EngineError(
+                f"this process holds {show_bytes(self._ours(usage))} of the card's memory ({torch_holds} by torch, "
+                f"{beside} beside it), more than the {show_bytes(self._plan.budget_bytes)} that vram_gib allows: let "
+                "go of other conversations and tensors, or allow more"
+            )
+
+    def _is_over(self, usage: Usage | None) -> bool:
+        return usage is not None and self._ours(usage) > self._plan.budget_bytes
+
+    def _ours(self, usage: Usage) -> int:
+        return usage.reserved_bytes + self._beside(usage)
+
+    def _beside(self, usage: Usage) -> int:
+        return self._plan.context_bytes if usage.beside_bytes is None else usage.beside_bytes
+
+    def _explain(self) -> str:
+        """Who holds what, and whether it was the budget that ended or the card."""
+        usage = self._device.look()
+        if usage is None:
+            return ""
+        torch_holds, beside = show_bytes(usage.reserved_bytes), show_bytes(self._beside(usage))
+        ours = f"; torch holds {torch_holds}, {beside} are taken beside it"
+        others_bytes = max(0, usage.used_bytes - self._ours(usage))
+        card = (
+            f"; other programs hold {show_bytes(others_bytes)} of the card's {show_bytes(usage.total_bytes)}, "
+            f"{show_bytes(usage.free_bytes)} are free"
+        )
+        if self.limit_bytes is None:
+            return f"{ours}{card}"
+        budget = show_bytes(self._plan.budget_bytes)
+        if usage.free_bytes < self.limit_bytes - usage.reserved_bytes:
+            return f"{ours}, of {budget} that vram_gib allows{card}: it is the card that is full, not the budget"
+        return f"{ours}, of {budget} that vram_gib allows; fewer tokens at once need less"

@@ -28,9 +28,10 @@ class CardModel:
 
     transfer  how a token's experts reach the arithmetic: see `experts`
     prefetch  how many guesses for the next MoE layer are read while one computes
+    guard     watches the card's memory
     """
 
-    def __init__(self, store, cache, team: Team, device, transfer: str, prefetch: int = 0):
+    def __init__(self, store, cache, team: Team, device, transfer: str, prefetch: int, guard: Guard):
         config, operators = store.config, find_operators(device.torch_device)
         for field, known in ACTIVATIONS.items():
             if getattr(config, field) not in known:
@@ -38,7 +39,7 @@ class CardModel:
         if store.layout != "neuron":
             raise EngineError(f"this store has layout {store.layout!r}; a card needs 'neuron': nemolab repack makes it")
         self.config, self.team, self.device, self._prefetch = config, team, device, prefetch
-        self._guard = Guard(device)
+        self._guard = guard
         stored = DenseWeights(store, team)
         weights = CardWeights(stored, device.torch_device, operators)
         self.embeddings = stored.matrix("backbone.embeddings", config.vocab_size, config.hidden_size)
@@ -89,8 +90,11 @@ class CardModel:
         """ids int64 [tokens] on the CPU -> normed hidden states [tokens, hidden] on the card."""
         if self._recorder:
             self._recorder.begin_step(PREFILL, state, ids)
-        hidden = self._guard.run(ids.shape[0], state.tokens, lambda: self._prompt(ids, state))
-        state.tokens += ids.shape[0]
+        tokens = ids.shape[0]
+        hidden = self._guard.run(
+            tokens, f"a pass of {tokens} tokens behind {state.tokens}", lambda: self._prompt(ids, state)
+        )
+        state.tokens += tokens
         if self._recorder:
             self._recorder.end_step()
         return hidden
@@ -102,17 +106,21 @@ class CardModel:
         return self.norm.new(x, torch.float32)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Normed hidden states [tokens, hidden] on the card -> logits float32 [tokens, vocab] on the CPU."""
+        """Normed hidden states [tokens, hidden], wherever they are -> logits float32 [tokens, vocab] on the CPU."""
         out = torch.empty(hidden.shape[0], self.config.vocab_size)
-        for rows, piece in zip(hidden.split(LOGIT_ROWS), out.split(LOGIT_ROWS), strict=True):
-            piece.copy_(self.head.apply(rows.bfloat16()))
-        return out
+
+        def compute() -> torch.Tensor:
+            for rows, piece in zip(hidden.split(LOGIT_ROWS), out.split(LOGIT_ROWS), strict=True):
+                piece.copy_(self.head.apply(rows.to(self.device.torch_device).bfloat16()))
+            return out
+
+        return self._guard.compute(f"logits of {hidden.shape[0]} tokens", compute)
 
     def step(self, token_id: int, state: State) -> torch.Tensor:
         """One token -> logits float32 [vocab] on the CPU; the state moves on by it."""
         if self._recorder:
             self._recorder.begin_step(DECODE, state, (token_id,))
-        self._guard.run(1, state.tokens, lambda: self._step(token_id, state))
+        self._guard.run(1, f"a token behind {state.tokens}", lambda: self._step(token_id, state))
         state.tokens += 1
         if self._recorder:
             self._recorder.end_step()

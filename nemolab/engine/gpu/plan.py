@@ -27,6 +27,7 @@ class CardPlan:
     dense    weights that stay there; experts  slots of a token and a prompt's ring
     state    of a conversation of `pass_tokens`; prompt  activations of a pass of so many, or its logits if larger
     budget_bytes  all that may be taken, or None
+    context  beside torch's tensors: as a rule CONTEXT_BYTES, more where more was found
     """
 
     pass_tokens: int
@@ -35,16 +36,12 @@ class CardPlan:
     state_bytes: int
     prompt_bytes: int
     budget_bytes: int | None = None
+    context_bytes: int = CONTEXT_BYTES
 
     @property
     def total_bytes(self) -> int:
         parts = (self.dense_bytes, self.experts_bytes, self.state_bytes, self.prompt_bytes)
-        return sum(parts) + WORKSPACE_BYTES + CONTEXT_BYTES
-
-    @property
-    def limit_bytes(self) -> int | None:
-        """What torch may take."""
-        return None if self.budget_bytes is None else self.budget_bytes - CONTEXT_BYTES
+        return sum(parts) + WORKSPACE_BYTES + self.context_bytes
 
     def to_dict(self) -> dict:
         return {
@@ -54,17 +51,16 @@ class CardPlan:
             "state_bytes": self.state_bytes,
             "prompt_bytes": self.prompt_bytes,
             "workspace_bytes": WORKSPACE_BYTES,
-            "context_bytes": CONTEXT_BYTES,
-            "planned_bytes": self.total_bytes,
-            "budget_bytes": self.budget_bytes,
+            "context_bytes": self.context_bytes,
+            "total_bytes": self.total_bytes,
         }
 
 
-def plan_card(store, ring: int, budget_bytes: int | None) -> CardPlan:
+def plan_card(store, ring: int, budget_bytes: int | None, context_bytes: int = CONTEXT_BYTES) -> CardPlan:
     """The plan with the longest prompt passes that the budget allows. Raises EngineError with the numbers."""
     tokens = LONGEST_PASS
     while True:
-        plan = _plan(store, ring, tokens, budget_bytes)
+        plan = _plan(store, ring, tokens, budget_bytes, context_bytes)
         if budget_bytes is None or plan.total_bytes <= budget_bytes:
             return plan
         if tokens == SHORTEST_PASS:
@@ -72,7 +68,7 @@ def plan_card(store, ring: int, budget_bytes: int | None) -> CardPlan:
         tokens //= 2
 
 
-def _plan(store, ring: int, tokens: int, budget_bytes: int | None) -> CardPlan:
+def _plan(store, ring: int, tokens: int, budget_bytes: int | None, context_bytes: int) -> CardPlan:
     config = store.config
     return CardPlan(
         pass_tokens=tokens,
@@ -81,7 +77,13 @@ def _plan(store, ring: int, tokens: int, budget_bytes: int | None) -> CardPlan:
         state_bytes=state_bytes(config, tokens),
         prompt_bytes=_prompt_bytes(config, store.expert_shape, tokens),
         budget_bytes=budget_bytes,
+        context_bytes=context_bytes,
     )
+
+
+def least_bytes(store, ring: int) -> int:
+    """Of a card's memory, for the shortest passes: no budget below runs."""
+    return _plan(store, ring, SHORTEST_PASS, None, CONTEXT_BYTES).total_bytes
 
 
 def host_dense_bytes(store) -> int:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from nemolab.engine.gpu.device import open_device
 from nemolab.engine.gpu.experts import TRANSFERS
+from nemolab.engine.gpu.guard import SPARE_BYTES, Guard
 from nemolab.engine.gpu.model import CardModel
-from nemolab.engine.gpu.plan import host_dense_bytes, plan_card
+from nemolab.engine.gpu.plan import CONTEXT_BYTES, host_dense_bytes, least_bytes, plan_card
 from nemolab.errors import EngineError
 from nemolab.store import ExpertCache, Store
 from nemolab.store.cache import RING
+from nemolab.units import show_bytes
+
+_PEAK = ("allocated_bytes", "reserved_bytes", "beside_bytes")
 
 
 class CardSide:
@@ -23,26 +29,54 @@ class CardSide:
         self.transfer = "pull" if transfer is None else transfer
         if self.transfer not in TRANSFERS:
             raise EngineError(f"transfer is {transfer!r}; known are {', '.join(TRANSFERS)}")
-        budget_bytes = _budget_bytes(vram_gib)
+        ring = min(RING, store.n_experts)
+        budget_bytes = _budget_bytes(vram_gib, store, ring)
         self.device, self._store = open_device(device), store
         total_bytes = self.device.total_bytes
         if budget_bytes is not None and total_bytes is not None and budget_bytes > total_bytes:
             raise EngineError(f"vram_gib is {vram_gib}; {self.device.name} has {total_bytes / 2**30:.1f} GiB")
-        self.plan = plan_card(store, min(RING, store.n_experts), budget_bytes or total_bytes)
-        self.pass_tokens, self.dense_bytes = self.plan.pass_tokens, host_dense_bytes(store)
+        usage, context_bytes = self.device.look(), CONTEXT_BYTES
+        if usage is not None and usage.beside_bytes is not None:  # before any kernel, so the rest is still to come
+            context_bytes = max(context_bytes, usage.beside_bytes + SPARE_BYTES)
+        plan = plan_card(store, ring, budget_bytes or total_bytes, context_bytes)
+        self.plan = replace(plan, budget_bytes=budget_bytes)
+        self.pass_tokens, self.dense_bytes = plan.pass_tokens, host_dense_bytes(store)
         self._model: CardModel | None = None
-        self._limited = budget_bytes is not None
-        if self._limited:
-            self.device.set_limit(self.plan.limit_bytes)
+        self.guard = Guard(self.device, self.plan)
 
     def make_model(self, cache: ExpertCache, team, prefetch: int) -> CardModel:
-        self._model = CardModel(self._store, cache, team, self.device, self.transfer, prefetch)
+        parts = (self._store, cache, team, self.device, self.transfer, prefetch, self.guard)
+        self._model = self.guard.load("this model", lambda: CardModel(*parts))
         return self._model
 
     def memory(self) -> dict:
-        """Bytes on the card, planned and found; and how much of the cache is page-locked."""
-        locked_bytes = self._model.memory.locked_bytes if self._model else 0
-        return {**self.plan.to_dict(), **self.device.memory(), "page_locked_bytes": locked_bytes}
+        """Bytes: the budget, what was planned by part, what was found by part, the peak; how much is page-locked.
+
+        budget_bytes     all that the process may take of the card, or None
+        limit_bytes      of it, torch's; less than planned once more was found beside torch
+        planned          {dense, experts, state, prompt, workspace, context, total}_bytes, and pass_tokens
+        found            dense_bytes of weights; allocated_bytes of tensors, these included; reserved_bytes by torch;
+                         beside_bytes, the driver's and libraries' (None: not known; `beside_is` says how it is known);
+                         in_use_bytes by everybody; total_bytes there are
+        peak             the same at its most: {allocated, reserved, beside, total}_bytes; total counts the planned
+                         context where what is beside torch is not known
+        Without a card (device="twin") found and peak are empty but for the weights.
+        """
+        found, model = self.device.memory(), self._model
+        peak = {name: found.pop(f"peak_{name}") for name in _PEAK if f"peak_{name}" in found}
+        if peak:
+            beside_bytes = peak["beside_bytes"]
+            context_bytes = self.plan.context_bytes if beside_bytes is None else beside_bytes
+            peak["total_bytes"] = peak["reserved_bytes"] + context_bytes
+        return {
+            "name": self.device.name,
+            "budget_bytes": self.plan.budget_bytes,
+            "limit_bytes": self.guard.limit_bytes,
+            "planned": self.plan.to_dict(),
+            "found": {"dense_bytes": model.nbytes if model else 0, **found},
+            "peak": peak,
+            "page_locked_bytes": model.memory.locked_bytes if model else 0,
+        }
 
     def close(self) -> None:
         """Before the cache's memory goes. Closing twice is fine."""
@@ -50,14 +84,13 @@ class CardSide:
         if model is not None:
             model.close()
             del model
-        if self._limited:
-            self._limited = False
-            self.device.set_limit(None)
+        self.guard.close()
 
 
-def _budget_bytes(gib: float | None) -> int | None:
+def _budget_bytes(gib: float | None, store: Store, ring: int) -> int | None:
     if gib is None:
         return None
     if isinstance(gib, bool) or not isinstance(gib, int | float) or not 0 < gib < 2**20:
-        raise EngineError(f"vram_gib is {gib!r}; a positive number of GiB is needed")
+        least = show_bytes(least_bytes(store, ring))
+        raise EngineError(f"vram_gib is {gib!r}; a positive number of GiB is needed, {least} or more for this model")
     return int(gib * 2**30)

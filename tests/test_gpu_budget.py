@@ -1,0 +1,336 @@
+"""A card's memory: what is found of it, who holds it, and a budget that the process does not exceed."""
+
+import ctypes
+import gc
+import math
+import os
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from synthetic import one_thread, write_checkpoint
+
+from nemolab.engine import Engine
+from nemolab.engine.gpu.beside import ASSUMED, DIFFERENCE, TOLD, Beside
+from nemolab.engine.gpu.device import StandIn, Usage
+from nemolab.engine.gpu.guard import SPARE_BYTES, Guard
+from nemolab.engine.gpu.plan import least_bytes
+from nemolab.errors import EngineError
+from nemolab.system.nvml import CardMeter
+
+GIB, MIB = 2**30, 2**20
+SIZES = {"pattern": "ME*E", "experts": 6, "inter": 32, "latent": 32, "hidden": 32, "top_k": 2}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("budget") / "model", **SIZES)
+
+
+class FakeDriver:
+    """CUDA's and NVML's libraries in one, for one card: `.processes` {pid: bytes}, `.used` by everybody."""
+
+    def __init__(self, used=GIB, processes=None, touched=0):
+        self.used, self.processes, self.touched, self.status = used, processes or {}, touched, 0
+
+    def cuInit(self, flags):
+        return 0
+
+    def cuDeviceGet(self, device, index):
+        return 0 if index == 0 else 101
+
+    def cuDeviceGetUuid_v2(self, raw, device):
+        ctypes.memmove(raw, bytes(range(16)), 16)
+        return 0
+
+    def cuDevicePrimaryCtxGetState(self, device, flags, active):
+        active._obj.value = self.touched
+        return 0
+
+    def nvmlInit_v2(self):
+        return 0
+
+    def nvmlDeviceGetHandleByUUID(self, name, handle):
+        return 0 if name == b"GPU-00010203-0405-0607-0809-0a0b0c0d0e0f" else 6
+
+    def nvmlDeviceGetMemoryInfo(self, handle, memory):
+        memory._obj.used = self.used
+        return self.status
+
+    def nvmlDeviceGetComputeRunningProcesses_v3(self, handle, count, found):
+        if found is None:
+            count._obj.value = len(self.processes)
+            return 7 if self.processes else 0
+        for entry, (pid, used) in zip(found, self.processes.items(), strict=False):
+            entry.pid, entry.used = pid, used
+        count._obj.value = len(self.processes)
+        return 0
+
+
+def meter(driver):
+    return CardMeter(0, cuda=driver, nvml=driver)
+
+
+def test_a_meter_tells_everybodys_memory_and_this_processs():
+    driver = FakeDriver(5 * GIB, {1: GIB, os.getpid(): 3 * GIB})
+    assert (meter(driver).used_bytes(), meter(driver).own_bytes()) == (5 * GIB, 3 * GIB)
+    assert not meter(driver).touched and meter(FakeDriver(touched=1)).touched
+
+
+@pytest.mark.parametrize("told", [0, 2**64 - 1])
+def test_a_process_that_the_driver_does_not_tell_is_not_taken_for_empty(told):
+    assert meter(FakeDriver(processes={os.getpid(): told})).own_bytes() is None
+    assert meter(FakeDriver()).own_bytes() is None
+
+
+def test_a_meter_says_which_call_failed():
+    driver = FakeDriver()
+    driver.status = 3
+    with pytest.raises(OSError, match="nvmlDeviceGetMemoryInfo failed with status 3"):
+        meter(driver)
+    with pytest.raises(OSError, match="cuDeviceGet failed with status 101"):
+        CardMeter(1, cuda=FakeDriver(), nvml=FakeDriver())
+
+
+def test_without_the_drivers_word_what_is_beside_is_a_difference():
+    driver = FakeDriver(used=GIB)  # others' GiB
+    beside = Beside(meter(driver))
+    beside.begin(0)
+    driver.used = GIB + 500 * MIB + 100 * MIB
+    assert beside.end(reserved_bytes=100 * MIB) == 500 * MIB and beside.source == DIFFERENCE
+    driver.used += 2 * GIB  # another program begins, between two passes
+    beside.begin(100 * MIB)
+    driver.used += 50 * MIB  # ours, in a pass
+    assert beside.end(100 * MIB) == 550 * MIB == beside.peak_bytes
+    beside.begin(100 * MIB)
+    driver.used -= 2 * GIB  # it ends
+    assert beside.end(100 * MIB) == 0 and beside.peak_bytes == 550 * MIB
+
+
+def test_the_drivers_word_is_taken_where_it_can_be_true():
+    driver = FakeDriver(used=GIB)
+    beside = Beside(meter(driver))
+    driver.processes[os.getpid()] = 700 * MIB
+    driver.used = 9 * GIB
+    assert beside.end(200 * MIB) == 500 * MIB and beside.source == TOLD
+    foreign = Beside(meter(FakeDriver(used=GIB, processes={os.getpid(): GIB})))  # before we touched the card
+    foreign.begin(0)
+    assert foreign.end(0) == 0 and foreign.source == DIFFERENCE
+    small = Beside(meter(FakeDriver(GIB, {os.getpid(): 5 * MIB}, touched=1)))  # less than torch alone holds
+    assert small.end(10 * MIB) is None and small.source == ASSUMED and "used the card before" in small.why_assumed
+
+
+def test_a_driver_that_stops_telling_is_no_error():
+    driver = FakeDriver()
+    beside = Beside(meter(driver))
+    driver.status = 15
+    beside.begin(0)
+    assert beside.end(0) == 0 and beside.source == ASSUMED and "status 15" in beside.why_assumed
+
+
+class FakeCard(StandIn):
+    """A device with `.usage`, that keeps book of limits and of what was given back."""
+
+    def __init__(self, reserved=GIB, beside=600 * MIB, used=None, total=8 * GIB):
+        super().__init__()
+        used = reserved + (beside or 0) if used is None else used
+        self.usage = Usage(reserved, reserved, beside, used, total)
+        self.limits, self.released, self.begun, self.kept_bytes = [], 0, 0, 0
+
+    def change(self, **fields):
+        self.usage = self.usage._replace(**fields)
+
+    def set_limit(self, nbytes):
+        self.limits.append(nbytes)
+
+    def release(self):
+        self.released += 1
+        self.change(reserved_bytes=self.usage.reserved_bytes - self.kept_bytes)
+
+    def begin(self):
+        self.begun += 1
+
+    def look(self):
+        return self.usage
+
+
+def make_guard(card, budget=4 * GIB, context=768 * MIB):
+    return Guard(card, SimpleNamespace(budget_bytes=budget, context_bytes=context))
+
+
+def test_torch_gets_what_the_budget_leaves_as_planned_or_as_found():
+    card = FakeCard()
+    guard = make_guard(card)
+    assert card.limits == [4 * GIB - 768 * MIB]
+    guard.run(5, "a prompt", lambda: card.change(beside_bytes=700 * MIB))
+    assert len(card.limits) == 1, "as planned"
+    guard.run(5, "a prompt", lambda: card.change(beside_bytes=900 * MIB))
+    assert card.limits[1:] == [4 * GIB - 900 * MIB - SPARE_BYTES] == [guard.limit_bytes]
+    guard.run(5, "a prompt", lambda: card.change(beside_bytes=800 * MIB))
+    assert len(card.limits) == 2, "what was taken once may be taken again"
+    guard.close()
+    guard.close()
+    assert card.limits[2:] == [None]
+
+
+def test_without_a_budget_nothing_is_limited_or_measured():
+    card = FakeCard(reserved=7 * GIB)
+    guard = make_guard(card, budget=None)
+    assert guard.run(5, "a prompt", lambda: 7) == 7 and (card.limits, card.begun) == ([], 0)
+    guard.close()
+    assert card.limits == []
+
+
+def test_prompts_and_the_first_tokens_are_watched_and_later_ones_ever_more_rarely():
+    card = FakeCard()
+    guard = make_guard(card)
+    watched = []
+    for tokens in [9, *[1] * 40, 9, 1]:
+        before = card.begun
+        guard.run(tokens, "", lambda: None)
+        watched.append(card.begun > before)
+    assert [number for number, was in enumerate(watched) if was] == [0, 1, 2, 4, 8, 16, 32, 41, 42]
+
+
+def test_a_process_above_its_budget_is_told_so_before_it_goes_on():
+    card = FakeCard()
+    guard = make_guard(card)
+    guard.run(5, "a prompt", lambda: card.change(reserved_bytes=3 * GIB, beside_bytes=1200 * MIB))
+    ran = []
+    with pytest.raises(
+        EngineError, match=r"holds 4\.17 GiB .*3\.00 GiB by torch, 1\.17 GiB beside it.* the 4\.00 GiB that vram_gib"
+    ):
+        guard.run(5, "a prompt", lambda: ran.append(1))
+    assert not ran and card.released == 1
+    card.kept_bytes = 200 * MIB  # torch kept that much for the next tensors, and can give it back
+    guard.run(5, "a prompt", lambda: ran.append(1))
+    assert ran and card.released == 2
+
+
+def test_a_model_that_does_not_fit_is_told_so_at_once():
+    card = FakeCard()
+    with pytest.raises(EngineError, match=r"holds 5\.59 GiB"):
+        make_guard(card).load("this model", lambda: card.change(reserved_bytes=5 * GIB))
+
+
+def run_out(card, budget=4 * GIB):
+    def compute():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity ...")
+
+    with pytest.raises(EngineError) as refusal:
+        make_guard(card, budget).run(5, "a pass of 5 tokens behind 0", compute)
+    assert card.released == 1 and refusal.value.__context__ is None
+    return str(refusal.value)
+
+
+def test_running_out_says_who_holds_what():
+    words = run_out(FakeCard(reserved=3 * GIB))
+    assert "for a pass of 5 tokens behind 0: CUDA out of memory. Tried to allocate 2.00 GiB; torch holds 3.00" in words
+    assert words.endswith(
+        "600.00 MiB are taken beside it, of 4.00 GiB that vram_gib allows; fewer tokens at once need less"
+    )
+    words = run_out(FakeCard(reserved=GIB, used=7 * GIB))
+    assert (
+        "other programs hold 5.41 GiB of the card's 8.00 GiB, 1.00 GiB are free: it is the card that is full" in words
+    )
+    words = run_out(FakeCard(reserved=6 * GIB, used=8 * GIB), budget=None)
+    assert "torch holds 6.00 GiB" in words and "vram_gib" not in words and "other programs hold 1.41 GiB" in words
+    assert "768.00 MiB are taken beside it" in run_out(FakeCard(reserved=3 * GIB, beside=None)), "not known: as planned"
+
+
+def test_an_error_that_is_kept_keeps_no_tensors():
+    kept = []
+
+    def compute():
+        tensor = torch.zeros(5)
+        kept.append(weakref.ref(tensor))
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    gc.disable()
+    try:
+        with pytest.raises(EngineError) as refusal:
+            make_guard(FakeCard()).run(5, "", compute)
+        assert kept[0]() is None and refusal.value.__traceback__ is not None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("value", [True, 0, -1, math.nan, math.inf, -math.inf, "8", 2**40])
+def test_a_budget_that_is_none_is_refused_with_the_least(path, value):
+    with pytest.raises(EngineError, match=r"vram_gib is .*; a positive number of GiB is needed, 1\.\d\d GiB or more"):
+        Engine(path, device="twin", vram_gib=value)
+
+
+def test_the_least_that_is_said_runs_and_less_does_not(path):
+    with Engine(path, device="twin") as engine:
+        least = least_bytes(engine.store, 6) / GIB
+    with pytest.raises(EngineError, match=r"vram_gib allows .* but this model takes .*; ask for that much"):
+        Engine(path, device="twin", vram_gib=least - 1e-6)
+    with Engine(path, device="twin", vram_gib=least + 1e-6) as engine:
+        assert engine.memory()["card"]["planned"]["pass_tokens"] == 256
+
+
+@one_thread
+def test_after_memory_ran_out_a_shorter_prompt_runs(path, monkeypatch):
+    from nemolab.engine.gpu import twins
+
+    ids, real = list(range(40, 60)), twins.linear_prompt
+
+    def short_only(packed, x, y, mode=0):
+        if x.shape[0] > 10:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        real(packed, x, y, mode)
+
+    with Engine(path, device="twin") as engine:
+        wanted = engine.prefill(ids[:9], engine.new_state())
+        monkeypatch.setattr(twins, "linear_prompt", short_only)
+        state = engine.new_state()
+        with pytest.raises(EngineError, match="does not suffice for a pass of 20 tokens behind 0"):
+            engine.prefill(ids, state)
+        with pytest.raises(EngineError, match="half-way"):
+            engine.step(ids[0], state)
+        assert torch.equal(engine.prefill(ids[:9], engine.new_state()), wanted)
+
+
+def test_memory_tells_the_budget_the_plan_by_part_and_what_was_found(path):
+    with Engine(path, device="twin", vram_gib=4) as engine:
+        card = engine.memory()["card"]
+    parts = ("dense", "experts", "state", "prompt", "workspace", "context")
+    assert card["planned"]["total_bytes"] == sum(card["planned"][f"{part}_bytes"] for part in parts)
+    assert card["limit_bytes"] == card["budget_bytes"] - card["planned"]["context_bytes"] == 4 * GIB - 768 * MIB
+    assert card["found"] == {"dense_bytes": pytest.approx(card["planned"]["dense_bytes"], rel=0.05)}
+
+
+# --- on a card
+
+
+def sizes(card):
+    return card["peak"]["total_bytes"], card["found"]["reserved_bytes"] + card["found"]["beside_bytes"]
+
+
+@pytest.mark.gpu
+def test_a_card_tells_what_is_held_beside_torch(tiny_path):
+    with Engine(tiny_path, device="cuda", vram_gib=2) as engine:
+        engine.chat([{"role": "user", "content": "What is TCP?"}], max_tokens=8)
+        card = engine.memory()["card"]
+    assert card["found"]["beside_is"] in (TOLD, DIFFERENCE), card["found"]
+    assert 100 * MIB < card["found"]["beside_bytes"] < 2 * GIB
+    assert max(sizes(card)) <= card["budget_bytes"] == 2 * GIB
+
+
+@pytest.mark.gpu
+def test_a_card_ends_an_allocation_beyond_the_budget_and_goes_on(tiny_path):
+    with Engine(tiny_path, device="cuda", vram_gib=1.5) as engine:
+        ids, state = engine.tokenizer.encode("TCP keeps a connection."), engine.new_state()
+        wanted = engine.last_logits(ids, state.copy())
+        left = engine.memory()["card"]
+        left_bytes = left["limit_bytes"] - left["found"]["reserved_bytes"]
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(left_bytes + 4 * MIB, dtype=torch.uint8, device="cuda")
+        filler = torch.empty(left_bytes - 4 * MIB, dtype=torch.uint8, device="cuda")
+        with pytest.raises(EngineError, match=r"does not suffice for a pass of .* vram_gib allows; fewer tokens"):
+            engine.last_logits(ids * 200, state)
+        del filler
+        assert torch.equal(engine.last_logits(ids, engine.new_state()), wanted)
+        assert max(sizes(engine.memory()["card"])) <= 1.5 * GIB
