@@ -15,7 +15,8 @@ from nemolab.policy import cache as policy_module
 from nemolab.store import cache as cache_module
 from nemolab.store import direct_io
 from nemolab.store.arena import Arena
-from nemolab.store.cache import NOTHING, ExpertCache
+from nemolab.store.cache import ExpertCache
+from nemolab.store.counts import NOTHING
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +233,7 @@ def test_closing_frees_memory_files_and_threads(store):
 
     store.block_bytes, store.n_layers, store.n_experts = 64 << 20, 1, TOP_K
     store.open_reader = lambda threads: types.SimpleNamespace(
-        read_many=lambda jobs: [buffer.fill(1) for _, buffer in jobs], close=lambda: None
+        read_into=lambda block, buffer: buffer.fill(1), threads=0, close=lambda: None
     )
     before = resident_bytes()
     cache = ExpertCache(store, slots=TOP_K)
@@ -330,7 +331,7 @@ def test_a_shrunken_cache_survives_a_failed_read(store, data, shrinking_memory, 
         for first in (0, 4, 8):
             cache.lookup(0, range(first, first + TOP_K))
         with monkeypatch.context() as patch:
-            patch.setattr(cache.reader, "read_many", lambda jobs: (_ for _ in ()).throw(StoreError("gone")))
+            patch.setattr(cache.reader, "read_into", lambda block, buffer: (_ for _ in ()).throw(StoreError("gone")))
             with pytest.raises(StoreError):
                 cache.lookup(0, [20, 21])
         for first in (0, 8, 16):

@@ -365,7 +365,7 @@ def test_cancelled_reads_touch_no_buffer_afterwards(path, monkeypatch):
         # The gate opens when cancel has begun to wait for the reads under way: one for each thread at most.
         monkeypatch.setattr(pending, "settle", lambda: (gate.set(), settle()))
         pending.cancel()
-        assert all(future.done() for future in pending.futures)
+        assert all(helper.ended for helper in pending._helpers)
         assert not np.stack(buffers)[2:].any(), "reads that had not begun were not made"
 
 

@@ -31,7 +31,8 @@ from nemolab.kernels.team import Team
 from nemolab.kernels.warm_up import warm_up
 from nemolab.progress import say
 from nemolab.store import ExpertCache, Store
-from nemolab.store.cache import NOTHING, RING
+from nemolab.store.cache import RING
+from nemolab.store.counts import NOTHING
 from nemolab.system.memory import read_rss_bytes
 from nemolab.trace import Recorder
 

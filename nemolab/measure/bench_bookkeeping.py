@@ -155,12 +155,12 @@ class _Bookkeeping:
 class _NothingIsRead:
     """In a reader's place: what is asked for is there at once; what is read ahead once `land` is called."""
 
+    threads = 0  # that would help with what is asked for
+
     def __init__(self):
         self._under_way: list[Callable[[], None]] = []
 
     def read_into(self, block: int, buffer: np.ndarray) -> None: ...
-
-    def read_many(self, jobs: list[tuple[int, np.ndarray]]) -> None: ...
 
     def submit(self, task: Callable[[], None]) -> None:
         self._under_way.append(task)

@@ -4,9 +4,9 @@ What stays is decided by `nemolab.policy`, in the same compiled code that replay
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from nemolab.errors import StoreError
 from nemolab.policy import POLICIES, Cache, Policy
 from nemolab.progress import say
 from nemolab.store.arena import Arena
+from nemolab.store.counts import Counts
 from nemolab.store.read_ahead import ReadAhead
 from nemolab.store.reader import DEFAULT_THREADS, BlockReader, Pending
 from nemolab.system.memory import read_memory
@@ -21,6 +22,32 @@ from nemolab.units import show_bytes
 
 RING = 32  # experts of a prompt batch
 STEP_BYTES = 64 * 2**20  # memory is asked after again each time the cache has grown by so much
+
+
+class Watcher(Protocol):
+    """Told which blocks lie whole in which rows of a cache's arena. Blocks are layer * n_experts + expert.
+
+    What was said of a block last holds: one may be said to come or to leave that has done so before, or never came.
+    """
+
+    def came(self, blocks: list[int], rows: list[int]) -> None:
+        """They are whole, and stay until they are said to have left."""
+
+    def left(self, blocks: list[int]) -> None:
+        """Their rows may be written to once this returns."""
+
+
+class Fetched(NamedTuple):
+    """A decode batch on its way.
+
+    rows     of `.arena`, in the order asked for
+    missing  ranks whose blocks are not there yet; the other rows may be read at once
+    wait     returns when all are there. Raises StoreError where one cannot be read, or the fetch was given up
+    """
+
+    rows: list[int]
+    missing: list[int]
+    wait: Callable[[], None]
 
 
 class ExpertCache:
@@ -74,8 +101,10 @@ class ExpertCache:
         self._row_of: dict[int, int] = {}  # block index -> row, once the block is there whole or noted as read ahead
         self._free_rows = list(range(self.slots - 1, -1, -1))  # low rows first: untouched memory is not taken
         self._granted = 0  # rows that memory was found for
-        self._counts: dict[str, _Counts] = {}
+        self._counts: dict[str, Counts] = {}
         self._streaming = False
+        self._on_its_way: _OnItsWay | None = None
+        self._watcher: Watcher | None = None
         self.missed = self.restarts = 0
         self._own_reader = reader is None
         try:
@@ -91,6 +120,17 @@ class ExpertCache:
     def __exit__(self, *_) -> None:
         self.close()
 
+    @property
+    def watcher(self) -> Watcher | None:
+        """Told what lies where, from now on and, first, as it is now."""
+        return self._watcher
+
+    @watcher.setter
+    def watcher(self, watcher: Watcher | None) -> None:
+        self._watcher = watcher
+        begun = set() if self._on_its_way is None else set(self._on_its_way.late)
+        self._tell_came({key: row for key, row in self._row_of.items() if key not in self._ahead and key not in begun})
+
     def lookup(self, layer: int, experts: Sequence[int], phase: str = "decode") -> list[np.ndarray]:
         """The blocks of a decode batch, in the order asked for, all resident on return.
 
@@ -102,9 +142,24 @@ class ExpertCache:
 
     def lookup_rows(self, layer: int, experts: Sequence[int], phase: str = "decode") -> list[int]:
         """As `lookup`, but the rows of `.arena` that hold the blocks."""
+        fetched = self._fetch(layer, experts, phase, own_hands=1)
+        fetched.wait()
+        return fetched.rows
+
+    def fetch(self, layer: int, experts: Sequence[int], phase: str = "decode") -> Fetched:
+        """As `lookup_rows`, but returns at once, while what is missing is read.
+
+        Until its `wait` has returned no block may be read ahead; whatever else is asked of the cache gives the fetch
+        up, as if a read of it had failed (an interrupt may have come between the two).
+        """
+        return self._fetch(layer, experts, phase, own_hands=0)
+
+    def _fetch(self, layer: int, experts: Sequence[int], phase: str, own_hands: int) -> Fetched:
+        """own_hands: threads that come to wait for the reads at once, and so to help."""
         keys = self._keys(layer, experts)
         if self._streaming:
             raise StoreError("a lookup while a prompt batch is in use could evict it; finish the stream first")
+        self._give_up()
         if len(keys) > self.slots and len(set(keys)) > self.slots:
             raise StoreError(f"a batch of {len(set(keys))} experts does not fit a cache of {self.slots} blocks")
         row_of = self._row_of
@@ -113,19 +168,79 @@ class ExpertCache:
                 distinct = set(keys)
                 self._grow(len(row_of) + len(distinct - row_of.keys()), len(distinct))
             done = self._decisions.batch(keys)
-            late = self._ahead.count_late(done.useful) if done.useful else 0
-            if done.misses:
-                self._fill(done.misses, done.victims, phase)
-            if done.useful:
-                self._ahead.take(done.useful)
+            late = self._ahead.find_late(done.useful) if done.useful else []
+            self._vacate(done.victims, phase)
+            rows = {key: self._free_rows.pop() for key in done.misses}
+            pending = Pending(self.reader, [(key, self._views[row]) for key, row in rows.items()])
+            on_its_way = _OnItsWay(self, phase, len(done.hits), rows, late, pending)
+            self._on_its_way = on_its_way
+            self._take([key for key in done.useful if key not in late], phase)
+            pending.begin(len(rows) - own_hands)
+            self.missed = len(rows)
+            if not rows and not late:
+                on_its_way.wait()
+                return Fetched([row_of[key] for key in keys], [], _nothing_to_wait_for)
         except BaseException:
             self._forget()
             raise
-        self.missed = len(done.misses)
-        counts = self._count(phase, len(done.hits), self.missed)
-        counts.useful += len(done.useful)
-        counts.late += late
-        return [row_of[key] for key in keys]
+        missing = rows.keys() | set(late)
+        return Fetched(
+            [rows[key] if key in rows else row_of[key] for key in keys],
+            [rank for rank, key in enumerate(keys) if key in missing],
+            on_its_way.wait,
+        )
+
+    def _arrive(self, batch: "_OnItsWay") -> None:
+        """All of a fetch is there on return."""
+        if batch is not self._on_its_way:
+            if batch.arrived:
+                return
+            raise StoreError("this fetch was given up: something else was asked of the cache before it was waited for")
+        try:
+            if batch.rows:
+                batch.pending.wait()
+                self._tell_came(batch.rows)
+                self._row_of.update(batch.rows)
+            self._take(batch.late, batch.phase, late=True)
+            batch.arrived = True
+            self._on_its_way = None
+        except BaseException:
+            self._forget()
+            raise
+        self._count(batch.phase, batch.hits, len(batch.rows))
+
+    def _take(self, keys: list[int], phase: str, late: bool = False) -> None:
+        """Blocks read ahead are asked for: they are there on return. late: they are waited for."""
+        if keys:
+            self._ahead.land(keys)
+            self._tell_came({key: self._row_of[key] for key in keys})
+            self._ahead.hand_over(keys)
+            counts = self._counts_of(phase)
+            counts.useful += len(keys)
+            counts.late += len(keys) if late else 0
+
+    def _pass_by(self, asked: list[int], late: list[int], phase: str) -> None:
+        """A prompt asks for blocks read ahead."""
+        try:
+            self._take([key for key in asked if key not in late], phase)
+            self._take(late, phase, late=True)
+            self._decisions.pass_by(asked)
+        except BaseException:
+            self._forget()
+            raise
+
+    def _give_up(self) -> None:
+        """A fetch that nobody waited for is over."""
+        if self._on_its_way is not None:
+            self._forget()
+
+    def _tell_came(self, rows: dict[int, int]) -> None:
+        if self._watcher is not None:
+            self._watcher.came(list(rows), list(rows.values()))
+
+    def _tell_left(self, keys: list[int]) -> None:
+        if self._watcher is not None and keys:
+            self._watcher.left(keys)
 
     def prefetch(self, layer: int, guesses: Sequence[int], phase: str = "decode") -> int:
         """Begin to read what the next layer may ask for, as far as the batch in use leaves room; returns at once.
@@ -138,6 +253,8 @@ class ExpertCache:
         keys = self._keys(layer, guesses)
         if self._streaming:
             raise StoreError("a prefetch while a prompt batch is in use could evict it; finish the stream first")
+        if self._on_its_way is not None:
+            raise StoreError("a prefetch while a fetch is under way would compete with it; call the fetch's wait first")
         row_of = self._row_of
         absent = [key for key in keys if key not in row_of]
         if not absent:
@@ -177,6 +294,7 @@ class ExpertCache:
         """As `stream`, but (expert ids, rows of `.arena`) for each batch."""
         if self._streaming:
             raise StoreError("one prompt stream at a time; finish or close the other first")
+        self._give_up()
         keys = list(dict.fromkeys(self._keys(layer, experts)))
         batches = [keys[start : start + self.ring] for start in range(0, len(keys), self.ring)]
         here = coming = None
@@ -189,15 +307,12 @@ class ExpertCache:
                 coming = self._start_ring(batch, number % 2) if batch is not None else None
                 if here is not None:
                     asked = [key for key in here.keys if key in self._ahead] if self._ahead else []
-                    late = self._ahead.count_late(asked)
+                    late = self._ahead.find_late(asked)
                     here.pending.wait()
                     if asked:
-                        self._ahead.take(asked)
-                        self._decisions.pass_by(asked)
+                        self._pass_by(asked, late, phase)
                     self.missed += here.misses
-                    counts = self._count(phase, len(here.keys) - here.misses, here.misses)
-                    counts.useful += len(asked)
-                    counts.late += late
+                    self._count(phase, len(here.keys) - here.misses, here.misses)
                     yield [key - layer * self._n_experts for key in here.keys], here.rows
         finally:
             for unfinished in (here, coming):
@@ -219,6 +334,7 @@ class ExpertCache:
 
     def clear(self) -> None:
         """Forget everything cached: what comes next begins cold. Blocks read ahead and not used count as wasted."""
+        self._give_up()
         try:
             self._ahead.settle()  # their bytes were read, so they count
             self._start_over(self._row_of)
@@ -229,6 +345,9 @@ class ExpertCache:
     def close(self) -> None:
         """Free memory, file and threads. Closing twice is fine."""
         if self.reader is not None:
+            if self._on_its_way is not None:
+                self._on_its_way.pending.cancel()
+                self._on_its_way = None
             self._ahead.call_off()
             if self._own_reader:
                 self.reader.close()
@@ -274,20 +393,14 @@ class ExpertCache:
                 self._decisions.resize(stay)
                 self._free_rows = [row for row in self._free_rows if row < stay]
 
-    def _fill(self, misses: list[int], victims: list[int], phase: str) -> None:
-        """Read the misses into rows of their own, those of the victims first of all."""
-        self._vacate(victims, phase)
-        rows = [self._free_rows.pop() for _ in misses]
-        self.reader.read_many([(key, self._views[row]) for key, row in zip(misses, rows, strict=True)])
-        self._row_of.update(zip(misses, rows, strict=True))
-
     def _vacate(self, victims: list[int], phase: str) -> None:
         """The rows of the victims are free: those still being read once their read has ended."""
+        self._tell_left(victims)
         if self._ahead:
             self._waste(self._ahead.drop(victims), self._counts_of(phase))
         self._free_rows.extend([self._row_of.pop(victim) for victim in victims])
 
-    def _waste(self, dropped: list[tuple["_Counts", bool]], counts: "_Counts | None" = None) -> None:
+    def _waste(self, dropped: list[tuple[Counts, bool]], counts: Counts | None = None) -> None:
         """Count what was read ahead for nothing: where it was lost, or (None) where it was issued."""
         for issuer, arrived in dropped:
             (counts or issuer).wasted += 1
@@ -296,20 +409,32 @@ class ExpertCache:
     def _forget(self) -> None:
         """After a failed read, or an interrupt between any two steps: only what is whole counts as cached."""
         self.restarts += 1
-        self._start_over()
+        try:
+            self._start_over()
+        except BaseException:  # an interrupt, a second one or here only
+            self._start_over()
+            raise
 
     def _start_over(self, without: Iterable[int] = ()) -> None:
-        """New decisions over what is cached and was asked for, but `without` these."""
-        without = [*without, *self._ahead]
-        self._waste(self._ahead.call_off())
-        for key in without:
+        """New decisions over what is cached and was asked for, but `without` these. Interrupted, it may begin again."""
+        without = {*without, *self._ahead}
+        begun = self._on_its_way
+        if begun is not None:
+            begun.pending.cancel()
+            without.update(begun.late)
+        kept = [key for key in self._decisions if key in self._row_of and key not in without]
+        gone = self._row_of.keys() - kept
+        if begun is not None:  # some may have been said to come already
+            gone |= begun.rows.keys() - kept
+        self._tell_left(list(gone))
+        for key in gone:
             self._row_of.pop(key, None)
-        kept = [key for key in self._decisions if key in self._row_of]
-        for key in self._row_of.keys() - set(kept):
-            del self._row_of[key]
-        self._decisions = self._start_decisions()
-        self._decisions.batch(kept)
+        self._waste(self._ahead.call_off())
+        decisions = self._start_decisions()
+        decisions.batch(kept)
+        self._decisions = decisions
         self._free_rows = sorted(set(range(self.slots)) - set(self._row_of.values()), reverse=True)
+        self._on_its_way = None
 
     def _start_ring(self, keys: list[int], bank: int) -> "_RingBatch":
         """Begin to read what the cache lacks into one of the two banks."""
@@ -323,16 +448,15 @@ class ExpertCache:
             rows.append(row)
         return _RingBatch(keys, rows, len(jobs), self.reader.start(jobs))
 
-    def _count(self, phase: str, hits: int, misses: int) -> "_Counts":
+    def _count(self, phase: str, hits: int, misses: int) -> None:
         counts = self._counts_of(phase)
         counts.hits += hits
         counts.misses += misses
-        return counts
 
-    def _counts_of(self, phase: str) -> "_Counts":
+    def _counts_of(self, phase: str) -> Counts:
         counts = self._counts.get(phase)
         if counts is None:
-            counts = self._counts[phase] = _Counts()
+            counts = self._counts[phase] = Counts()
         return counts
 
     def _release(self) -> None:
@@ -342,6 +466,25 @@ class ExpertCache:
         self._arena.close()
 
 
+@dataclass(slots=True, eq=False)
+class _OnItsWay:
+    """A fetch until it was waited for: how many hit, the rows of its misses, and what was not there in time."""
+
+    cache: ExpertCache
+    phase: str
+    hits: int
+    rows: dict[int, int]
+    late: list[int]
+    pending: Pending
+    arrived: bool = False
+
+    def wait(self) -> None:
+        self.cache._arrive(self)
+
+
+def _nothing_to_wait_for() -> None: ...
+
+
 class _RingBatch(NamedTuple):
     """One batch of a prompt pass: its block indices, their rows, how many are read, and the reads."""
 
@@ -349,37 +492,6 @@ class _RingBatch(NamedTuple):
     rows: list[int]
     misses: int
     pending: Pending
-
-
-@dataclass(slots=True, eq=False)
-class _Counts:
-    """What happened in one phase. lost: blocks issued here that never arrived and that nobody asked for."""
-
-    hits: int = 0
-    misses: int = 0
-    issued: int = 0
-    useful: int = 0
-    wasted: int = 0
-    late: int = 0
-    lost: int = 0
-
-    def to_dict(self, block_bytes: int, lost: int = 0) -> dict[str, int]:
-        """lost: further reads that came to nothing and are still counted on."""
-        reads = self.misses + self.issued - self.lost - lost
-        return {
-            "lookups": self.hits + self.misses,
-            "hits": self.hits,
-            "misses": self.misses,
-            "reads": reads,
-            "bytes_read": reads * block_bytes,
-            "prefetch_issued": self.issued,
-            "prefetch_useful": self.useful,
-            "prefetch_wasted": self.wasted,
-            "prefetch_late": self.late,
-        }
-
-
-NOTHING = _Counts().to_dict(0)  # the stats of a phase that saw no lookup
 
 
 def _find_policy(policy: str | Policy) -> Policy:

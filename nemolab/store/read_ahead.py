@@ -1,69 +1,32 @@
-"""Blocks on their way from disk before anyone asks for them, each into memory of its own.
-
-A read is noted first, then begun by the thread that claims it, and ends. So an interrupt between any two steps leaves
-no thread writing into memory that nobody knows to be in use.
-"""
+"""Blocks on their way from disk before anyone asks for them, each into memory of its own."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from nemolab.errors import StoreError
 from nemolab.progress import say
 from nemolab.store.reader import BlockReader
+from nemolab.store.task import Task
 
 
-class _Flight:
-    """One read. Whoever claims it reads it, or lets it be; `ended` says that this is over."""
+class _Flight(Task):
+    """One read."""
 
-    __slots__ = ("_claim", "block", "buffer", "ended", "failure", "owner", "reader")
+    __slots__ = ("_reader", "block", "buffer", "owner")
 
     def __init__(self, reader: BlockReader, block: int, buffer: np.ndarray, owner):
-        self.reader, self.block, self.buffer, self.owner = reader, block, buffer, owner
-        self.failure: BaseException | None = None
-        self._claim: dict[str, int] = {}
-        self.ended = threading.Event()
+        super().__init__()
+        self._reader, self.block, self.buffer, self.owner = reader, block, buffer, owner
 
     @property
     def landed(self) -> bool:
         """The block is there, whole."""
-        return self.failure is None and self.ended.is_set()
+        return self.ended and self.failure is None
 
-    def fly(self) -> None:
-        """Read, unless somebody else does."""
-        if self._may_begin():
-            try:
-                self.reader.read_into(self.block, self.buffer)
-            except BaseException as failure:  # told to whoever asks for the block
-                self.failure = failure
-                if not isinstance(failure, Exception):  # an interrupt, in the thread that came to help
-                    raise
-            finally:
-                self.ended.set()
-
-    def wait(self) -> None:
-        """Help, or wait until the read has ended, well or not."""
-        self.fly()
-        try:
-            self.ended.wait()
-        except BaseException:  # an interrupt must not leave a thread writing into memory about to be used again
-            self.ended.wait()
-            raise
-
-    def call_off(self) -> None:
-        """Let nobody begin it any more."""
-        if self._may_begin():
-            self.failure = StoreError("the read was called off")
-            self.ended.set()
-
-    def _may_begin(self) -> bool:
-        # One step that no interrupt can cut in two, and that a thread may take again: what it claimed and, interrupted,
-        # did not end is still its own.
-        mine = self._claim.setdefault("by", threading.get_ident()) == threading.get_ident()
-        return mine and not self.ended.is_set()
+    def work(self) -> None:
+        self._reader.read_into(self.block, self.buffer)
 
 
 class ReadAhead:
@@ -93,21 +56,24 @@ class ReadAhead:
         """Begin to read (block, buffer) pairs on the reader's threads, and return at once. Keys are block numbers."""
         for block, buffer in jobs:
             flight = self._flights[block] = _Flight(self._reader, block, buffer, owner)
-            self._reader.submit(flight.fly)
+            self._reader.submit(flight.run)
 
-    def count_late(self, keys: Iterable[int]) -> int:
-        """How many of these are still under way, or came to nothing."""
-        return sum(not self._flights[key].landed for key in keys)
+    def find_late(self, keys: Iterable[int]) -> list[int]:
+        """Those of these that are still under way, or came to nothing."""
+        return [key for key in keys if not self._flights[key].landed]
 
-    def take(self, keys: Iterable[int]) -> None:
+    def land(self, keys: Iterable[int]) -> None:
         """These are asked for: wait for them. One that failed is read again; StoreError where that fails too."""
         for key in keys:
             flight = self._flights[key]
             flight.wait()
             if flight.failure is not None:
                 self._warn_once(flight)
-                self._reader.read_into(flight.block, flight.buffer)
+                flight.work()
                 flight.failure = None
+
+    def hand_over(self, keys: Iterable[int]) -> None:
+        """These, landed, are the cache's."""
         for key in keys:
             del self._flights[key]
 

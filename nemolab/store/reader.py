@@ -4,8 +4,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for_all
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ import numpy as np
 from nemolab.errors import StoreError
 from nemolab.progress import say
 from nemolab.store import direct_io
+from nemolab.store.task import Task
 from nemolab.units import PAGE_BYTES
 
 DEFAULT_THREADS = 32
@@ -106,13 +106,9 @@ class BlockReader:
         return self._start(jobs, helpers=len(jobs))
 
     def _start(self, jobs: list, helpers: int) -> "Pending":
-        if self._descriptor is None:
-            raise StoreError(f"{self.path}: the reader is closed")
         pending = Pending(self, jobs)
         try:
-            # The threads share one iterator: a task per thread, not per read, keeps Python out of the way.
-            for _ in range(min(helpers, self.threads)):
-                pending.futures.append(self._pool.submit(pending.drain))
+            pending.begin(helpers)
         except BaseException:  # an interrupt: the caller would not know of the reads under way
             pending.cancel()
             raise
@@ -170,24 +166,38 @@ class BlockReader:
         return f"{self.path}: reading {self.block_bytes} bytes at offset {start} got {got}: {why}"
 
 
+class _Helper(Task):
+    """One of the reader's threads at work on reads that somebody waits for."""
+
+    __slots__ = ("_pending",)
+
+    def __init__(self, pending: "Pending"):
+        super().__init__()
+        self._pending = pending
+
+    def work(self) -> None:
+        self._pending.drain()
+
+
 class Pending:
-    """Reads under way. `wait` ends when all have arrived, and raises the first failure."""
+    """Reads of one reader. `wait` ends when all have arrived, and raises the first failure.
 
-    def __init__(self, reader: BlockReader, jobs: list[tuple[int, np.ndarray]]):
+    None is begun before `begin`: who must not lose sight of reads under way when an interrupt comes notes them first.
+    """
+
+    def __init__(self, reader: BlockReader, jobs: Iterable[tuple[int, np.ndarray]]):
         self._reader = reader
-        self._jobs = iter(jobs)  # next() on it is atomic, so every job is taken once
+        self._jobs = iter(list(jobs))  # next() on it is atomic, so every job is taken once
         self._failure: BaseException | None = None
-        self.futures: list[Future] = []
+        self._helpers: list[_Helper] = []
 
-    def drain(self) -> None:
-        for block, buffer in self._jobs:
-            if self._failure is not None:
-                return
-            try:
-                self._reader.read_into(block, buffer)
-            except BaseException as failure:  # handed to the thread that waits
-                self._failure = failure
-                return
+    def begin(self, helpers: int) -> None:
+        """Let so many of the reader's threads at it, and return at once."""
+        # The threads share one iterator: a task per thread, not per read, keeps Python out of the way.
+        for _ in range(min(helpers, self._reader.threads)):
+            helper = _Helper(self)
+            self._helpers.append(helper)
+            self._reader.submit(helper.run)
 
     def wait(self) -> None:
         """Help until nothing is left, then let the others finish."""
@@ -203,14 +213,30 @@ class Pending:
         self._failure = self._failure or StoreError("the reads were cancelled")
         self.settle()
 
+    def drain(self) -> None:
+        for block, buffer in self._jobs:
+            if self._failure is not None:
+                return
+            try:
+                self._reader.read_into(block, buffer)
+            except BaseException as failure:  # handed to the thread that waits
+                self._failure = failure
+                return
+
     def settle(self) -> None:
         # An interrupt must not leave a thread writing into memory that the caller is about to reuse.
         try:
-            wait_for_all(self.futures)
+            self._let_helpers_end()
         except BaseException as interrupt:
             self._failure = self._failure or interrupt
-            wait_for_all(self.futures)
+            self._let_helpers_end()
             raise
+
+    def _let_helpers_end(self) -> None:
+        for helper in self._helpers:  # those that stand in line behind other work have come too late to help
+            helper.call_off()
+        for helper in self._helpers:
+            helper.wait()
 
 
 def _open(path: Path, block_bytes: int, blocks: int, direct: bool | None) -> tuple[int, str, str]:
