@@ -1,0 +1,298 @@
+"""One token at a time on a card, experts coming from disk and from page-locked memory, beside the time of its bytes.
+
+What a token has to move, counted, over the bandwidths of the same run: experts over the bus (copied at the rate of a
+plain copy, read in place at that of a kernel that only adds up), blocks from disk (at the rate of direct reads of the
+same store), dense weights out of the card's own memory. The longest of the three is the floor. They depend on one
+another in part (a layer's dense weights are read once its experts' sum is there), so that no engine reaches it: what
+bus and dense weights take one after the other is reported, too.
+
+A synthetic checkpoint's routers route like nobody's, so tokens are sent where a trace says (`forced_routing`). Engines
+stay open side by side and take turns where memory allows, else one follows the other; bandwidths are measured between
+the samples of each. All must give the same logits, to the bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nemolab.errors import UsageError
+from nemolab.measure.bench_replay import CACHED_SHARE
+from nemolab.measure.disk_floor import disk_gb_s
+from nemolab.measure.forced_routing import Routing, every_expert_once, own_routing, recorded_routing, sticky_routing
+from nemolab.measure.gpu_floors import open_bus, own_read_gb_s
+from nemolab.measure.transfer import STRATEGIES, count_crossing
+from nemolab.progress import say
+
+PROMPT_TOKENS = 32
+STEADY = 0.015  # of the hit rate: the last stretch of the warm-up and those before it differ by no more
+LONGEST_WARM_UP = 400  # tokens
+COUNTED_TOKENS = 8  # whose active neurons are counted, after the samples
+
+
+def bench_card_decode(
+    path: str | Path,
+    *,
+    device: str = "cuda",
+    transfers: Sequence[str] = ("pull",),
+    cached: float = CACHED_SHARE,
+    prefetch: int = 4,
+    tokens: int = 16,
+    repeats: int = 9,
+    vram_gib: float | None = None,
+    trace: str | Path | None = None,
+    own: bool = False,
+    threads: int | None = None,
+) -> dict[str, Any]:
+    """Milliseconds a token by transfer strategy, and the least time of its bytes.
+
+    path       a checkpoint or a store; cached  the share of its experts that stay in RAM, of 0 to 1
+    tokens     in a sample; repeats  samples; prefetch  guesses read ahead a layer
+    threads    of the CPU, for what an engine on a card computes there
+    trace      a routing trace to follow; own: follow the model's own routers; neither: synthetic draws
+    returns    for each strategy <name>_ms (median), <name>_floor_ms, <name>_of_floor, <name>_hit_rate,
+               <name>_reads (a token); copy_gb_s, in_place_gb_s, disk_gb_s, read_gb_s; same_bits; rows
+    Raises UsageError for settings that cannot be, and when two strategies give different logits.
+    """
+    from nemolab.engine.arguments import find_store
+    from nemolab.engine.gpu.device import open_device
+
+    _check(transfers, cached, tokens, repeats, trace, own)
+    store, card = find_store(path, None, "neuron"), open_device(device)
+    slots = max(store.config.top_k, round(cached * store.n_layers * store.n_experts))
+    length = LONGEST_WARM_UP + tokens * (repeats + 1) + COUNTED_TOKENS
+    if own:
+        routing = own_routing()
+    elif trace is not None:
+        routing = recorded_routing(trace, store, prefetch)
+    else:
+        routing = sticky_routing(length, store, prefetch)
+    settings = {
+        "prefetch": prefetch,
+        "ram_cache_slots": slots,
+        "vram_gib": vram_gib,
+        "device": device,
+        "threads": threads,
+    }
+    with open_bus(card) as bus:
+        read_gb_s = own_read_gb_s(card, repeats)
+        disk, reads_are = disk_gb_s(store, repeats)
+        _free_card(card)
+        runs = [_Run(store, routing, tokens, {"transfer": transfer, **settings}) for transfer in transfers]
+        together = len(runs) > 1 and vram_gib is None and _fit_together(store, slots, len(runs))
+        for group in [runs] if together else [[run] for run in runs]:
+            _measure(group, repeats, bus)
+    bits = {run.bits for run in runs}
+    if len(bits) > 1:
+        raise UsageError(f"{', '.join(run.name for run in runs)}: not all give the same logits")
+    facts = {
+        "model": Path(path).name,
+        "device": card.name,
+        "moe_layers": store.n_layers,
+        "layers": store.config.num_hidden_layers,
+        "experts": store.n_experts,
+        "top_k": store.config.top_k,
+        "cached": slots / (store.n_layers * store.n_experts),
+        "slots": slots,
+        "prefetch": prefetch,
+        "vram_gib": vram_gib,
+        "routing": routing.name,
+        "tokens": tokens,
+        "in_turns": together,
+        "reads_are": reads_are,
+    }
+    kind = "card_decode" if card.total_bytes else "twin_decode"
+    return _answer(kind, runs, {"read": read_gb_s, "disk": disk}, facts)
+
+
+class _Run:
+    """One engine: its settings, its place in the trace, and what was found."""
+
+    def __init__(self, store, routing: Routing, tokens: int, settings: dict[str, Any]):
+        self.store, self.routing, self.tokens, self.settings = store, routing, tokens, settings
+        self.name = settings["transfer"]
+        self.samples: dict[str, list[float]] = {name: [] for name in ("ms", "cpu_ms", "copy", "in_place")}
+        self.bits, self.found, self._at = "", {}, 0
+
+    def open(self, stack: ExitStack) -> None:
+        from nemolab.engine import Engine
+
+        self.engine = stack.enter_context(Engine(None, store=self.store, **self.settings))
+        random = np.random.default_rng(0)
+        vocab = self.engine.config.vocab_size
+        self._ids = random.integers(vocab, size=4096).tolist()
+        self._state = self.engine.new_state()
+        self.engine.last_logits(self._ids[:PROMPT_TOKENS], self._state)
+
+    def warm_up(self) -> None:
+        """Until what the cache holds no longer changes what hits; the first stretch's logits are kept as a hash."""
+        whole = self.settings["ram_cache_slots"] == self.store.n_layers * self.store.n_experts
+        digest, rates, used = hashlib.sha256(), [], 0
+        if whole:
+            fill = every_expert_once(self.store, self.settings["prefetch"])
+            for token in range(len(fill.experts)):
+                fill.send(self.engine, token)
+                self._step()
+            self.engine.force_routing(None, None)
+        while used < LONGEST_WARM_UP:
+            before = self._counts()
+            for _ in range(self.tokens):
+                logits = self._step(send=True)
+                if not rates:
+                    digest.update(logits.numpy().tobytes())
+            used += self.tokens
+            rates.append(_hit_rate(before, self._counts()))
+            if len(rates) >= 4 and abs(rates[-1] - statistics.mean(rates[-4:-1])) <= STEADY:
+                break
+        self.bits = digest.hexdigest()
+        self.found |= {"warm_up_tokens": used, "steady": used < LONGEST_WARM_UP}
+        self._before = self._counts()
+
+    def sample(self, bus) -> None:
+        clock, cpu = time.perf_counter(), time.process_time()
+        for _ in range(self.tokens):
+            self._step(send=True)
+        self.samples["ms"].append(1e3 * (time.perf_counter() - clock) / self.tokens)
+        self.samples["cpu_ms"].append(1e3 * (time.process_time() - cpu) / self.tokens)
+        self.samples["copy"].append(bus.copy_gb_s())
+        self.samples["in_place"].append(bus.in_place_gb_s())
+
+    def count(self) -> None:
+        """What the samples' tokens hit, read and moved."""
+        before, after = self._before, self._counts()
+        tokens = self.tokens * len(self.samples["ms"])
+        per_token = {name: (after[name] - before[name]) / tokens for name in after}
+        memory = self.engine.memory()["card"]
+        with self.engine.record(cold=False, token_ids=False) as recorder:
+            for _ in range(COUNTED_TOKENS):
+                self._step(send=True)
+        recorded = recorder.trace()
+        inter, width = self.store.expert_shape
+        neurons, groups = float(recorded.active_neurons.mean()), float(recorded.active_groups.mean())
+        lookups = self.store.n_layers * self.store.config.top_k
+        each = count_crossing(inter, width, neurons, groups)[self.settings["transfer"]]
+        self.found |= {
+            "hit_rate": _hit_rate(before, after),
+            "misses": per_token["misses"],
+            "reads": per_token["reads"],
+            "bytes_read": per_token["bytes_read"],
+            "late": per_token["prefetch_late"],
+            "wasted": per_token["prefetch_wasted"],
+            "active": neurons / inter,
+            "active_groups": groups / (inter // 16),
+            "bytes_copied": lookups * each.copied,
+            "bytes_in_place": lookups * each.in_place,
+            "dense_bytes": memory["dense_bytes"],
+            "page_locked_bytes": memory["page_locked_bytes"],
+        }
+
+    def _step(self, send: bool = False):
+        if send:
+            self.routing.send(self.engine, self._at)
+        logits = self.engine.step(self._ids[(PROMPT_TOKENS + self._at) % len(self._ids)], self._state)
+        self._at += send
+        return logits
+
+    def _counts(self) -> dict[str, int]:
+        return self.engine.stats()["decode"]
+
+
+def _measure(runs: list[_Run], repeats: int, bus) -> None:
+    with ExitStack() as stack:
+        for run in runs:
+            say(f"decode, {run.name}: opening and warming up")
+            run.open(stack)
+            run.warm_up()
+        for number in range(repeats):
+            for run in runs[:: 1 if number % 2 == 0 else -1]:
+                run.sample(bus)
+        for run in runs:
+            run.count()
+
+
+def _answer(kind: str, runs: list[_Run], shared: dict[str, list[float]], facts: dict[str, Any]) -> dict[str, Any]:
+    """Medians and ratios by strategy, and the rows. kind: of the rows' names; twins' are no card's."""
+    read_gb_s, disk = (statistics.median(shared[name]) for name in ("read", "disk"))
+    answer: dict[str, Any] = {}
+    rows = []
+    for run in runs:
+        found, samples = run.found, run.samples
+        copy, in_place = (statistics.median(samples[name]) for name in ("copy", "in_place"))
+        floors = {
+            "bus_ms": 1e-6 * (found["bytes_copied"] / copy + found["bytes_in_place"] / in_place),
+            "disk_ms": 1e-6 * found["bytes_read"] / disk,
+            "dense_ms": 1e-6 * found["dense_bytes"] / read_gb_s,
+        }
+        bound = max(floors, key=floors.get)
+        floors |= {"floor_ms": floors[bound], "bus_and_dense_ms": floors["bus_ms"] + floors["dense_ms"]}
+        middle = {name: statistics.median(samples[name]) for name in ("ms", "cpu_ms")}
+        answer |= {f"{run.name}_{name}": value for name, value in (*middle.items(), *floors.items())}
+        answer |= {f"{run.name}_{name}": found[name] for name in ("hit_rate", "misses", "reads")}
+        answer[f"{run.name}_of_floor"] = middle["ms"] / floors["floor_ms"]
+        answer[f"{run.name}_of_bus_and_dense"] = middle["ms"] / floors["bus_and_dense_ms"]
+        settings = facts | found | floors | {"floor_is": bound.removesuffix("_ms"), "cpu_ms": middle["cpu_ms"]}
+        bandwidths = {"copy_gb_s": copy, "in_place_gb_s": in_place, "disk_gb_s": disk, "read_gb_s": read_gb_s}
+        rows.append(
+            {
+                "name": f"{kind}.{run.name}",
+                "values": samples["ms"],
+                "unit": "ms/token",
+                "settings": settings | bandwidths,
+            }
+        )
+    answer |= {"read_gb_s": read_gb_s, "disk_gb_s": disk}
+    for name in ("copy", "in_place"):
+        shared = shared | {name: [value for run in runs for value in run.samples[name]]}
+        answer[f"{name}_gb_s"] = statistics.median(shared[name])
+    told = {name: facts[name] for name in ("model", "device", "reads_are")}
+    rows += [
+        {"name": f"{kind}.{name}_bandwidth", "values": values, "unit": "GB/s", "settings": told}
+        for name, values in shared.items()
+    ]
+    first = runs[0].name
+    answer |= {
+        f"{first}_is_faster_than_{run.name}": answer[f"{run.name}_ms"] / answer[f"{first}_ms"] for run in runs[1:]
+    }
+    return answer | {"same_bits": True, "routing": facts["routing"], "rows": rows}
+
+
+def _hit_rate(before: dict[str, int], after: dict[str, int]) -> float:
+    return (after["hits"] - before["hits"]) / (after["lookups"] - before["lookups"])
+
+
+def _fit_together(store, slots: int, engines: int) -> bool:
+    """Is there memory for so many engines at once?"""
+    from nemolab.store.cache import RING
+    from nemolab.system.memory import read_memory
+
+    of_each = (slots + 2 * RING) * store.block_bytes + store.dense["backbone.embeddings"].nbytes
+    return engines * of_each <= read_memory().room_bytes
+
+
+def _free_card(card) -> None:
+    """What torch keeps of memory that a floor was measured on would stand in an engine's way."""
+    if card.torch_device.type == "cuda":
+        import torch
+
+        torch.cuda.empty_cache()
+
+
+def _check(transfers, cached, tokens, repeats, trace, own) -> None:
+    unknown = [name for name in transfers if name not in STRATEGIES]
+    if unknown or not transfers or len(set(transfers)) < len(transfers):
+        raise UsageError(
+            f"transfer {', '.join(transfers) or 'nothing'}: one or more of {', '.join(STRATEGIES)} are needed"
+        )
+    if not 0 < cached <= 1:
+        raise UsageError(f"{cached} of the experts cached; a share above 0 and up to 1 is needed")
+    if tokens < 1 or repeats < 3:
+        raise UsageError(f"{tokens} tokens a sample, {repeats} samples; 1 and 3 at least are needed")
+    if own and trace is not None:
+        raise UsageError("follow a trace or the model's own routers, not both")

@@ -1,0 +1,145 @@
+"""A prompt's pass through all layers of a card, beside what its experts' way over the bus and its products must take.
+
+Each expert that a layer's tokens need crosses the bus once, copied whole from page-locked memory: its bytes over the
+bandwidth of a plain copy are one floor, torch's own BF16 products of the same shapes the other, both of the same run.
+The pass is timed with all experts in RAM, and once more with none, when the disk's direct reads are a third floor.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nemolab.errors import UsageError
+from nemolab.measure.disk_floor import disk_gb_s
+from nemolab.measure.forced_routing import every_expert_once
+from nemolab.measure.gpu_floors import open_bus
+from nemolab.measure.torch_products import time_dense, time_experts
+from nemolab.progress import say
+
+
+def bench_card_prefill(
+    path: str | Path,
+    *,
+    device: str = "cuda",
+    tokens: int = 2048,
+    repeats: int = 5,
+    vram_gib: float | None = None,
+    from_disk: bool = True,
+) -> dict[str, Any]:
+    """Milliseconds of a prompt's pass with all experts in RAM, and with all of them on disk.
+
+    path       a checkpoint or a store; tokens  of the prompt, at random; repeats  samples
+    from_disk  False: only with all experts in RAM
+    returns    cached_ms and disk_ms (medians), copy_ms, torch_ms, disk_read_ms (the floors), cached_of_floor and
+               disk_of_floor (of the longest that applies), needed (experts, summed over layers), crossed (expert copies
+               a pass), crossed_once, rows
+    Raises UsageError for settings that cannot be.
+    """
+    from nemolab.engine.arguments import find_store
+    from nemolab.engine.gpu.device import open_device
+
+    if device == "cpu":
+        raise UsageError("bench prefill measures a card's way of passing prompts; on the CPU there is no bus to cross")
+    if tokens < 1 or repeats < 3:
+        raise UsageError(f"{tokens} tokens, {repeats} samples; 1 and 3 at least are needed")
+    store, card = find_store(path, None, "neuron"), open_device(device)
+    blocks, top_k = store.n_layers * store.n_experts, store.config.top_k
+    ids = np.random.default_rng(0).integers(store.config.vocab_size, size=tokens).tolist()
+    settings = {"store": store, "device": device, "vram_gib": vram_gib}
+    samples: dict[str, list[float]] = {}
+    with open_bus(card) as bus:
+        say("prefill, experts in RAM: opening and filling the cache")
+        cached, counts, samples["copy"] = _measure(ids, repeats, bus, fill=True, ram_cache_slots=blocks, **settings)
+        samples["cached"] = cached.pop("ms")
+        pairs = counts.tolist()
+        if from_disk:
+            say("prefill, experts on disk")
+            disk, _, _ = _measure(ids, repeats, bus, fill=False, ram_cache_slots=top_k, **settings)
+            samples["disk"] = disk.pop("ms")
+    there = card.torch_device
+    dense, experts = time_dense(store, tokens, there, repeats), time_experts(store, pairs, there, repeats)
+    samples["torch"] = [1e3 * sum(both) for both in zip(dense, experts, strict=True)]
+    samples["disk_bandwidth"], reads_are = disk_gb_s(store, repeats)
+    needed = int(np.count_nonzero(counts))
+    facts = {
+        "model": Path(path).name,
+        "device": card.name,
+        "layers": store.config.num_hidden_layers,
+        "moe_layers": store.n_layers,
+        "experts": store.n_experts,
+        "top_k": top_k,
+        "tokens": tokens,
+        "vram_gib": vram_gib,
+        "needed": needed,
+        "torch_dense_ms": 1e3 * statistics.median(dense),
+        "torch_experts_ms": 1e3 * statistics.median(experts),
+        "reads_are": reads_are,
+    }
+    found = {"cached": cached} | ({"disk": disk} if from_disk else {})
+    return _answer("card_prefill" if card.total_bytes else "twin_prefill", store, samples, found, facts)
+
+
+def _measure(
+    ids: list[int], repeats: int, bus, fill: bool, **settings
+) -> tuple[dict[str, Any], np.ndarray, list[float]]:
+    """An engine of its own: the pass's times and counts; tokens of each expert [layers, experts]; GB/s of copies."""
+    from nemolab.engine import Engine
+
+    store = settings["store"]
+    with Engine(None, **settings) as engine:
+        if fill:
+            walk, state = every_expert_once(store, 0), engine.new_state()
+            for token in range(len(walk.experts)):
+                walk.send(engine, token)
+                engine.step(ids[0], state)
+            engine.force_routing(None, None)
+        with engine.record(cold=False, token_ids=False) as recorder:  # a warm-up, too
+            engine.last_logits(ids, engine.new_state())
+        experts = recorder.trace().experts
+        counts = np.stack(
+            [np.bincount(experts[:, n].ravel(), minlength=store.n_experts) for n in range(store.n_layers)]
+        )
+        engine.last_logits(ids, engine.new_state())
+        before, times, copies = engine.stats()["prefill"], [], []
+        for _ in range(repeats):
+            state = engine.new_state()
+            started = time.perf_counter()
+            engine.last_logits(ids, state)
+            times.append(1e3 * (time.perf_counter() - started))
+            copies.append(bus.copy_gb_s())
+        after, memory = engine.stats()["prefill"], engine.memory()["card"]
+    found = {name: (after[name] - before[name]) / repeats for name in ("lookups", "misses", "bytes_read")}
+    found |= {"ms": times, "pass_tokens": memory["pass_tokens"], "page_locked_bytes": memory["page_locked_bytes"]}
+    return found | {"peak_allocated_bytes": memory.get("peak_allocated_bytes")}, counts, copies
+
+
+def _answer(kind: str, store, samples: dict[str, list[float]], found: dict[str, dict], facts: dict) -> dict[str, Any]:
+    """Medians, ratios, rows. kind: of the rows' names; twins' are no card's."""
+    middle = {name: statistics.median(values) for name, values in samples.items()}
+    inter, width = store.expert_shape
+    answer: dict[str, Any] = {}
+    rows = []
+    for name, counted in found.items():
+        crossed_bytes = counted["lookups"] * inter * width * 9 // 8
+        floors = {"copy_ms": 1e-6 * crossed_bytes / middle["copy"], "torch_ms": middle["torch"]}
+        if counted["bytes_read"]:
+            floors["disk_read_ms"] = 1e-6 * counted["bytes_read"] / middle["disk_bandwidth"]
+        bound = max(floors, key=floors.get)
+        settings = facts | counted | floors | {"crossed_bytes": crossed_bytes, "copy_gb_s": middle["copy"]}
+        settings |= {"floor_ms": floors[bound], "floor_is": bound.removesuffix("_ms")}
+        settings["disk_gb_s"] = middle["disk_bandwidth"]
+        answer |= {f"{name}_ms": middle[name], f"{name}_tok_s": 1e3 * facts["tokens"] / middle[name]}
+        answer |= {f"{name}_{floor}": value for floor, value in floors.items()}
+        answer |= {f"{name}_of_floor": middle[name] / floors[bound], f"{name}_crossed": counted["lookups"]}
+        answer[f"{name}_crossed_once"] = counted["lookups"] == facts["needed"]
+        rows.append({"name": f"{kind}.{name}", "values": samples[name], "unit": "ms", "settings": settings})
+    units = {"torch": ("torch", "ms"), "copy": ("copy_bandwidth", "GB/s"), "disk_bandwidth": ("disk_bandwidth", "GB/s")}
+    for name, (told, unit) in units.items():
+        rows.append({"name": f"{kind}.{told}", "values": samples[name], "unit": unit, "settings": facts})
+    bandwidths = {"copy_gb_s": middle["copy"], "disk_gb_s": middle["disk_bandwidth"]}
+    return answer | bandwidths | {"needed": facts["needed"], "torch_ms": middle["torch"], "rows": rows}
