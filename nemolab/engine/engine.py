@@ -127,7 +127,7 @@ class Engine:
             raise
 
     def _budget(self, gib: float | None, slots: int | None) -> memory.CacheBudget:
-        dense_bytes = self._card.dense_bytes if self._card else sum(m.nbytes for m in self.store.dense.values())
+        dense_bytes = self._card.host_bytes if self._card else sum(m.nbytes for m in self.store.dense.values())
         memory.check_room(dense_bytes, "the dense weights")
         return memory.plan_cache(
             self.store.block_bytes,

@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from nemolab.errors import StoreError
+from nemolab.system.memory import read_memory
 from nemolab.units import PAGE_BYTES, show_bytes
 
 CHUNK_BYTES = 64 * 2**20
@@ -135,10 +136,17 @@ class PageLock:
     def grow(self, wanted_bytes: int) -> str | None:
         """Page-lock until `wanted_bytes` from the start are. None, or why it stopped: `.locked_bytes` says where.
 
-        A chunk that cannot be locked leaves nothing behind, and the next call tries again.
+        A chunk that cannot be locked leaves nothing behind, and the next call tries again. One that is more than the
+        machine or a cgroup has left is not tried: what is locked counts like any other memory.
         """
         while self.locked_bytes < min(wanted_bytes, self._nbytes):
             size = min(self.chunk_bytes, self._nbytes - self.locked_bytes)
+            memory = read_memory()
+            if memory.available_bytes < size:  # locking fills pages, and the kernel ends a process that has none left
+                return (
+                    f"{show_bytes(self.locked_bytes)} are page-locked and no more: the next {show_bytes(size)} would "
+                    f"not fit the {show_bytes(memory.available_bytes)} left (limit: {memory.tightest.name})"
+                )
             problem = self._locker.lock(self._address + self.locked_bytes, size)
             if problem is not None:
                 return f"the driver page-locked {show_bytes(self.locked_bytes)} and no more ({problem})"

@@ -21,7 +21,8 @@ class CardSide:
     """A device, opened, with its memory planned and limited.
 
     .pass_tokens       longest stretch of a prompt that goes through the layers at once
-    .dense_bytes       of dense weights that stay in RAM
+    .host_bytes        it takes of RAM beside the cache: dense weights that stay there, and a page-locked ring for the
+                       experts of a layer, should the driver not lock the cache itself
     Raises EngineError without a card, for unknown settings, and where the plan does not fit `vram_gib`.
     """
 
@@ -40,7 +41,8 @@ class CardSide:
             context_bytes = max(context_bytes, usage.beside_bytes + SPARE_BYTES)
         plan = plan_card(store, ring, budget_bytes or total_bytes, context_bytes)
         self.plan = replace(plan, budget_bytes=budget_bytes)
-        self.pass_tokens, self.dense_bytes = plan.pass_tokens, host_dense_bytes(store)
+        self.pass_tokens = plan.pass_tokens
+        self.host_bytes = host_dense_bytes(store) + store.config.top_k * store.block_bytes
         self._model: CardModel | None = None
         self.guard = Guard(self.device, self.plan)
 
