@@ -309,7 +309,7 @@ def test_memory_tells_the_budget_the_plan_by_part_and_what_was_found(path):
 
 @pytest.fixture
 def cgroup(monkeypatch):
-    """A cgroup of 1 GiB with `.used_bytes` in use, wherever memory is asked after; `.locked`: sizes that were locked."""
+    """A cgroup of 1 GiB with `.used_bytes` in use, wherever memory is asked after; `.locked`: what was locked."""
     told = SimpleNamespace(locked=[], used_bytes=0)
 
     def read_memory():
