@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from machines import GIB, FakeMachine, limits_text
 from packaging.specifiers import SpecifierSet
@@ -72,6 +73,31 @@ def test_a_cpu_build_beside_a_gpu_is_warned_of(machine, monkeypatch, nvidia_smi)
     build = found["torch's build"]
     assert build.status == "warn" and "2.14.1+cpu" in build.found and "beside a GPU" in build.found
     assert "cannot use the card" in build.advice and "pip install torch" in build.advice
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "status"), [((7.5,), "warn"), ((8.0,), "ok"), ((12.0, 7.0), "ok")], ids=["sm_75", "sm_80", "two"]
+)
+def test_a_card_older_than_the_kernels_is_warned_of(capabilities, status):
+    check = gpu.check_generation(capabilities)
+    assert check.status == status and f"{capabilities[0]}" in check.found
+
+
+def test_a_card_tells_its_generation_where_the_tool_knows_the_question(machine, nvidia_smi, tmp_path):
+    nvidia_smi()
+    assert gpu.find_gpus(machine.root).capabilities == ()
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.write_text(tool.read_text().replace("--query*)", "*compute_cap) echo 8.9; echo 12.0;; --query*)"))
+    assert gpu.find_gpus(machine.root).capabilities == (8.9, 12.0)
+
+
+def test_a_card_whose_memory_the_driver_does_not_tell_is_warned_of():
+    check = gpu.check_card_memory(f"{2**30} of {8 * 2**30}")
+    assert check.status == "ok" and check.found == "1.00 GiB of 8.00 GiB in use now"
+    check = gpu.check_card_memory("OSError: libnvidia-ml.so.1: cannot open shared object file")
+    assert check.status == "warn" and "libnvidia-ml" in check.found and "compute,utility" in check.advice
+    if not torch.cuda.is_available():
+        assert "OSError" in gpu._card_memory()
 
 
 @pytest.mark.parametrize("sign", ["proc/driver/nvidia/version", "dev/nvidia0", "dev/dxg"])

@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 from nemolab.doctor.check import Check
 from nemolab.doctor.software import torch_build
+from nemolab.units import show_bytes
 
+LEAST_CAPABILITY = 8.0  # sm_80: what the kernels are compiled for at the least
 TOOL_SECONDS = 15  # without a process that keeps the driver loaded, nvidia-smi takes seconds
 TORCH_SECONDS = 60
 _QUERY = ["--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
@@ -20,12 +22,14 @@ _PIP = (
 
 
 class Gpus(NamedTuple):
-    """cards  "name, memory in MiB, driver" of each, as nvidia-smi says; signs  what else speaks of an NVIDIA card"""
+    """cards  "name, memory in MiB, driver" of each, as nvidia-smi says; signs  what else speaks of an NVIDIA card;
+    capabilities  CUDA's number of each card's generation, where nvidia-smi tells it"""
 
     cards: list[str]
     driver_cuda: str | None
     signs: list[str]
     problem: str
+    capabilities: tuple[float, ...] = ()
 
     @property
     def present(self) -> bool:
@@ -43,7 +47,7 @@ def find_gpus(root: Path) -> Gpus:
         cuda = re.search(r"CUDA Version:\s*(\d+\.\d+)", _run([tool], TOOL_SECONDS))
     except (OSError, subprocess.SubprocessError) as problem:
         return Gpus([], None, signs, f"nvidia-smi fails: {_words(problem)}")
-    return Gpus([line for line in cards.splitlines() if line.strip()], cuda and cuda[1], signs, "")
+    return Gpus([line for line in cards.splitlines() if line.strip()], cuda and cuda[1], signs, "", _generations(tool))
 
 
 def check_gpu(gpus: Gpus) -> Iterator[Check]:
@@ -57,10 +61,35 @@ def check_gpu(gpus: Gpus) -> Iterator[Check]:
     elif gpus.problem:
         yield Check("gpu", "warn", gpus.problem, "a card that answers", "repair or remove the driver")
     else:
-        yield Check("gpu", "info", "no NVIDIA card; this version runs on the CPU")
+        yield Check("gpu", "info", "no NVIDIA card: the engine runs on the CPU")
     build = torch_build()
     if build is not None:
         yield check_torch_build(*build, gpus)
+    if gpus.cards:
+        if gpus.capabilities:
+            yield check_generation(gpus.capabilities)
+        yield check_card_memory(_card_memory())
+
+
+def check_generation(capabilities: tuple[float, ...]) -> Check:
+    """A card older than the kernels' instructions is said."""
+    found, expected = ", ".join(f"{number:.1f}" for number in capabilities), f"{LEAST_CAPABILITY:.1f} or newer"
+    if max(capabilities) < LEAST_CAPABILITY:
+        advice = "the kernels for cards do not run on it; device='cpu' does"
+        return Check("card's generation", "warn", f"compute capability {found}", expected, advice)
+    return Check("card's generation", "ok", f"compute capability {found}", expected)
+
+
+def check_card_memory(told: str) -> Check:
+    """Whether the driver says what is in use on the first card: a budget (vram_gib) is kept by that."""
+    used, _, total = told.partition(" of ")
+    if not (used.isdecimal() and total.isdecimal()):
+        advice = (
+            "what a process takes beside torch is then not measured but planned for; libnvidia-ml.so.1 comes with the "
+            "driver, in a container with NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+        )
+        return Check("card's memory", "warn", f"the driver does not tell what is in use ({told})", "it is told", advice)
+    return Check("card's memory", "ok", f"{show_bytes(int(used))} of {show_bytes(int(total))} in use now")
 
 
 def check_torch_build(version: str, cuda: str | None, gpus: Gpus) -> Check:
@@ -79,6 +108,26 @@ def check_torch_build(version: str, cuda: str | None, gpus: Gpus) -> Check:
         return Check(name, "ok", f"{found}; torch sees the card")
     advice = "compare driver and build, and look for CUDA_VISIBLE_DEVICES; in a container, start it with --gpus all"
     return Check(name, "warn", f"{found}; torch does not see the card ({works})", "a card that torch sees", advice)
+
+
+def _card_memory() -> str:
+    """Bytes "used of total" on the first card, or what was said instead. In a process of its own, too."""
+    code = "from nemolab.system.nvml import CardMeter; m = CardMeter(0); print(m.used_bytes(), 'of', m.total_bytes())"
+    try:
+        return _run([sys.executable, "-W", "ignore", "-c", code], TOOL_SECONDS).strip()
+    except subprocess.CalledProcessError as problem:
+        return ((problem.stderr or "").strip().splitlines() or [_words(problem)])[-1]
+    except (OSError, subprocess.SubprocessError) as problem:
+        return _words(problem)
+
+
+def _generations(tool: str) -> tuple[float, ...]:
+    """Of each card; empty where an older tool does not know the question."""
+    try:
+        told = _run([tool, "--query-gpu=compute_cap", "--format=csv,noheader"], TOOL_SECONDS)
+        return tuple(float(line) for line in told.splitlines() if line.strip())
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return ()
 
 
 def _torch_sees_it() -> str:

@@ -16,7 +16,8 @@ LEAST_FILES = 256  # a large checkpoint has dozens of shards, and a repack keeps
 # What the kernels' vector code is compiled to; without them it runs, slower.
 WANTED_FLAGS = {"x86_64": ("avx2", "f16c"), "aarch64": ("asimd",)}
 MEMLOCK_ADVICE = (
-    "nothing here needs locked memory, but pinning a cache for a GPU may: raise it with `ulimit -l unlimited`, "
+    "for a card the cache is page-locked by its driver, which may keep to this limit: then experts take a slower way. "
+    "Raise it with `ulimit -l unlimited`, "
     "in docker with --ulimit memlock=-1, under systemd with LimitMEMLOCK=infinity, for a user in "
     "/etc/security/limits.conf (memlock)"
 )
@@ -47,7 +48,7 @@ def check_memory(memory: Memory) -> Iterator[Check]:
 
 
 def check_memlock(root: Path, gpu_present: bool) -> Check:
-    """How much memory may be locked. Nothing here locks any; a cache pinned for a GPU would."""
+    """How much memory may be locked. Without a card nothing here locks any."""
     limit = read_rlimits(root).get("Max locked memory")
     if limit is None:
         return Check("locked memory", "info", "no limit is told")

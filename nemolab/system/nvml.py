@@ -58,9 +58,16 @@ class CardMeter:
 
     def used_bytes(self) -> int:
         """In use by everybody. Raises OSError."""
+        return self._memory().used
+
+    def total_bytes(self) -> int:
+        """There are. Raises OSError."""
+        return self._memory().total
+
+    def _memory(self) -> _Memory:
         memory = _Memory()
         _check("nvmlDeviceGetMemoryInfo", self._nvml.nvmlDeviceGetMemoryInfo(self._handle, ctypes.byref(memory)))
-        return memory.used
+        return memory
 
     def own_bytes(self) -> int | None:
         """In use by this process; None where that is not told: in most containers and on Windows' driver model."""
