@@ -316,6 +316,14 @@ class Engine:
         with self._lock:
             self._cache.clear()
 
+    def force_routing(self, chosen, guesses=None) -> None:
+        """On a card, for benchmarks: tokens choose (and guess) these experts from now on; see `CardModel.force`."""
+        self._open()
+        if not self._card:
+            raise EngineError("experts can be forced on an engine with device='cuda' (or 'twin'); this one has 'cpu'")
+        with self._lock:
+            self._model.force(chosen, guesses)
+
     def memory(self) -> dict:
         """Bytes: this process's memory now and at its peak; the cache's budget and what it was decided on.
 

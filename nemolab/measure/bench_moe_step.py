@@ -59,13 +59,16 @@ class _Bench:
         import numpy as np
         import torch
 
-        from nemolab.engine.gpu.moe_step import STRATEGIES, ExpertTable, Fetch, MoeStep
+        from nemolab.engine.gpu.device import open_device
+        from nemolab.engine.gpu.moe_step import STRATEGIES, Fetch, MoeStep
+        from nemolab.engine.gpu.operators import find_operators
+        from nemolab.engine.gpu.table import ExpertTable
         from nemolab.engine.memory import check_room
         from nemolab.errors import EngineError
         from nemolab.store.arena import Arena
         from nemolab.store.direct_io import address
         from nemolab.store.layout import BlockLayout
-        from nemolab.store.page_lock import Driver, PageLock
+        from nemolab.store.page_lock import PageLock
 
         self.inter, self.width = SHAPES[shape]
         self.form = BlockLayout("neuron", self.inter, self.width)
@@ -75,7 +78,8 @@ class _Bench:
         arena_bytes = max(cached_bytes, 2 * STREAM_BYTES)
         check_room(arena_bytes, f"{cached} experts in page-locked memory")
         torch.zeros(1, device="cuda")  # torch's context is the one everything else uses
-        self.driver = Driver()
+        card = open_device("cuda")
+        self.driver, operators = card.locker, find_operators(card.torch_device)
         rows = -(-arena_bytes // block_bytes)
         self.arena = Arena(rows, block_bytes)
         self.random = np.random.default_rng(0)
@@ -91,7 +95,7 @@ class _Bench:
             raise EngineError(f"{cached} experts in page-locked memory: {problem}")
         self.first = address(self.arena.rows)
         self.addresses = self.first + block_bytes * np.arange(cached, dtype=np.int64)
-        self.table = ExpertTable(1, cached, self.driver)
+        self.table = ExpertTable(1, cached, card, operators)
         self.table.set(0, np.arange(cached), self.addresses)
         generator = torch.Generator().manual_seed(0)
         self.scales_2 = torch.full((1, cached, 2), 1e-3, device="cuda")
@@ -99,7 +103,7 @@ class _Bench:
         self.weights = (torch.rand(top_k, generator=generator) / top_k).cuda()
         self.sets = [torch.randperm(cached, generator=generator)[:top_k].int().cuda() for _ in range(CHOICES)]
         self.steps = {
-            name: MoeStep(name, self.inter, self.width, top_k, self.table, self.scales_2, self.driver)
+            name: MoeStep(name, self.inter, self.width, top_k, self.table, self.scales_2, card, operators)
             for name in STRATEGIES
         }
         for step in self.steps.values():

@@ -8,34 +8,34 @@ from __future__ import annotations
 
 import torch
 
-from nemolab.engine.attention import QUERY_ROWS, SCORES_BYTES, attend
-from nemolab.engine.gpu.layers import Norm
+from nemolab.engine.attention import QUERY_ROWS, SCORES_BYTES
+from nemolab.engine.gpu.layers import PIECE_TOKENS, Norm
 from nemolab.engine.gpu.state import AttentionState
 from nemolab.engine.gpu.weights import CardWeights
 from nemolab.kernels.matvec import ADD
 
 
 class AttentionSteps:
-    """The one-token attention that a model's layers share: scratch for the capacity in use, the place in the card."""
+    """The one-token attention that a model's layers share: scratch for the capacity in use.
 
-    def __init__(self, config, device: torch.device, operators):
+    tokens  int32 [1] on the device: how many tokens there are with the one under way, written before its first layer
+    """
+
+    def __init__(self, config, device: torch.device, operators, tokens: torch.Tensor):
         self.shape = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-        self._device, self._operators = device, operators
-        self._tokens = torch.zeros(1, dtype=torch.int32, device=device)
-        self._count = self._capacity = 0
-        self._step = None
+        self._device, self._operators, self._tokens = device, operators, tokens
+        self._capacity, self._step = 0, None
+
+    def reserve(self, states: list[AttentionState]) -> None:
+        """Before a token: room for it in the states of all layers, and scratch memory as large."""
+        for state in states:
+            state.reserve(1)
+            if state.keys.shape[0] != self._capacity:
+                self._capacity = state.keys.shape[0]
+                self._step = self._operators.AttentionStep(*self.shape, self._capacity, self._device)
 
     def run(self, q, k, v, state: AttentionState, mixed) -> None:
-        """Append k and v to the state and attend; shapes as in `kernels.gpu.attention_step`."""
-        state.reserve(1)
-        capacity = state.keys.shape[0]
-        if capacity != self._capacity:
-            self._step = self._operators.AttentionStep(*self.shape, capacity, self._device)
-            self._capacity = capacity
-        state.tokens += 1
-        if state.tokens != self._count:
-            self._tokens.fill_(state.tokens)
-            self._count = state.tokens
+        """Append k and v to the state, whose count is kept by others, and attend: see `kernels.gpu.attention_step`."""
         self._step.run(q, k, v, state.keys, state.values, self._tokens, mixed)
 
 
@@ -68,13 +68,40 @@ class AttentionLayer:
         """x float32 [tokens, hidden] plus the mixer's output, in place; keys and values are appended."""
         tokens, before = x.shape[0], state.tokens
         state.reserve(tokens)
-        h = self.norm.new(x)
-        self.k_proj.apply(h, state.keys[before : before + tokens])
-        self.v_proj.apply(h, state.values[before : before + tokens])
-        state.tokens = before + tokens
-        rows = max(1, min(QUERY_ROWS, SCORES_BYTES // (4 * self.heads * state.tokens)))
-        for start in range(0, tokens, rows):
-            stop = min(start + rows, tokens)
-            queries = self.q_proj.apply(h[start:stop])
-            mixed = attend(queries, state.keys, state.values, before + start, self._steps.shape)
-            self.o_proj.apply(mixed.bfloat16(), x[start:stop], ADD)
+        for start in range(0, tokens, PIECE_TOKENS):
+            piece = slice(before + start, before + min(start + PIECE_TOKENS, tokens))
+            h = self.norm.new(x[start : start + PIECE_TOKENS])
+            self.k_proj.apply(h, state.keys[piece])
+            self.v_proj.apply(h, state.values[piece])
+        state.tokens, position = before + tokens, before
+        rows = query_rows(self.heads, state.tokens)
+        for piece in x.split(PIECE_TOKENS):
+            queries = self.q_proj.apply(self.norm.new(piece))
+            mixed = torch.empty(queries.shape, dtype=torch.bfloat16, device=x.device)
+            for some, out in zip(queries.split(rows), mixed.split(rows), strict=True):
+                out.copy_(attend(some, state.keys, state.values, position, self._steps.shape))
+                position += some.shape[0]
+            self.o_proj.apply(mixed, piece, ADD)
+
+
+def query_rows(heads: int, tokens: int) -> int:
+    """How many queries attend at once to so many keys: SCORES_BYTES bounds what they take."""
+    return max(1, min(QUERY_ROWS, SCORES_BYTES // (4 * heads * tokens)))
+
+
+def attend(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, position: int, shape: tuple[int, int, int]
+) -> torch.Tensor:
+    """`nemolab.engine.attention.attend` with one matrix of scores, changed in place, instead of three."""
+    (heads, kv_heads, head_dim), rows = shape, queries.shape[0]
+    seen, group = position + rows, heads // kv_heads
+    keys = keys[:seen].view(seen, kv_heads, head_dim).permute(1, 2, 0)
+    values = values[:seen].view(seen, kv_heads, head_dim).transpose(0, 1)
+    # [rows, kv, group * dim] -> [kv, group * rows, dim]: the heads that share keys go as one matrix.
+    q = (queries * head_dim**-0.5).view(rows, kv_heads, group, head_dim).permute(1, 2, 0, 3)
+    scores = q.reshape(kv_heads, group * rows, head_dim) @ keys
+    future = torch.arange(seen, device=q.device) > torch.arange(position, seen, device=q.device)[:, None]
+    scores.view(kv_heads, group, rows, seen).masked_fill_(future, -torch.inf)
+    scores.sub_(scores.amax(-1, keepdim=True)).exp_()
+    mixed = (scores @ values).div_(scores.sum(-1, keepdim=True))
+    return mixed.view(kv_heads, group, rows, head_dim).permute(2, 0, 1, 3).reshape(rows, -1)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 from itertools import pairwise
 
+import numpy as np
+
+from nemolab.engine.gpu.moe_step import Fetch
+from nemolab.engine.gpu.pinned import PinnedArray
+from nemolab.errors import EngineError
 from nemolab.progress import say
 from nemolab.store import ExpertCache
 from nemolab.store.direct_io import address
 from nemolab.store.page_lock import PageLock
+from nemolab.units import show_bytes
 
 
 class CacheMemory:
@@ -29,6 +36,11 @@ class CacheMemory:
     def locked_bytes(self) -> int:
         return sum(lock.locked_bytes for _, lock in self._ranges)
 
+    @property
+    def seen_rows(self) -> int:
+        """So many rows from the first on can the card read by itself by now."""
+        return self._ranges[0][1].locked_bytes // self.block_bytes
+
     def address_of(self, row: int) -> int:
         return self.address + row * self.block_bytes
 
@@ -40,10 +52,82 @@ class CacheMemory:
             problem = lock.grow(end)
             if problem is not None:
                 self._refused = True
-                say(f"cache: {problem}; experts beyond that are copied to the card whole")
+                say(f"cache: {problem}; experts beyond that take the way through a small ring, which is slower")
         return end <= lock.locked_bytes
+
+    def give_back(self) -> int:
+        """Unlock a chunk at the end, which nothing on the card may be reading, and lock no more. Its bytes; 0: none."""
+        self._refused = True
+        return next((size for _, lock in self._ranges if (size := lock.shrink())), 0)
 
     def close(self) -> None:
         """Nothing on the card may be reading it any more."""
         for _, lock in self._ranges:
             lock.close()
+
+
+class Finder:
+    """Fetches the experts that a layer chose, and says where the card can read them.
+
+    Rows that the driver did not lock are copied by the CPU into a ring of page-locked memory with a place for each rank
+    (the card is done with a layer's experts once the next layer's choice is known), taken when the first one turns up.
+    keeper  told of what the card sees no longer, should locked memory have to be given back for the ring
+    """
+
+    def __init__(self, cache: ExpertCache, memory: CacheMemory, keeper, device):
+        self.cache, self.keeper, self._memory, self._device = cache, keeper, memory, device
+        self._top_k = cache.store.config.top_k
+        self._ring: PinnedArray | None = None
+
+    def fetch(self, layer: int, experts: list[int]) -> Fetch:
+        """Where the chosen experts of a layer are, or will be; by rank. Raises StoreError, EngineError."""
+        memory = self._memory
+        rows, missing, wait = self.cache.fetch(layer, experts)
+        addresses = memory.address + memory.block_bytes * np.array(rows, np.int64)
+        if self.keeper.behind:
+            self._tell_hits(layer, experts, rows, missing)
+        if max(rows) < memory.seen_rows or all([memory.is_seen(row) for row in rows]):
+            return Fetch(addresses, missing, wait)
+        try:
+            ring = self._open_ring()
+        except BaseException:
+            wait()  # the cache wants to be asked
+            raise
+        hidden = [rank for rank, row in enumerate(rows) if not memory.is_seen(row)]
+        sources = addresses[hidden].tolist()
+        places = [ring.address + rank * memory.block_bytes for rank in hidden]
+        addresses[hidden] = places
+
+        def wait_and_copy() -> None:
+            wait()
+            for place, source in zip(places, sources, strict=True):
+                ctypes.memmove(place, source, memory.block_bytes)
+
+        return Fetch(addresses, sorted({*missing, *hidden}), wait_and_copy)
+
+    def _tell_hits(self, layer: int, experts: list[int], rows: list[int], missing: list[int]) -> None:
+        """What is there, once more: the table may have been emptied after it came."""
+        first = layer * self.cache.store.n_experts
+        hits = [(first + experts[rank], row) for rank, row in enumerate(rows) if rank not in missing]
+        self.keeper.came([block for block, _ in hits], [row for _, row in hits])
+
+    def _open_ring(self) -> PinnedArray:
+        while self._ring is None:
+            try:
+                self._ring = PinnedArray((self._top_k, self._memory.block_bytes), np.uint8, self._device.locker)
+            except EngineError as problem:
+                # The cache has taken all that may be locked: it gives some back.
+                self._device.wait()
+                if not self._memory.give_back():
+                    raise EngineError(
+                        f"the driver does not page-lock memory for the {self._top_k} experts of a layer, "
+                        f"{show_bytes(self._top_k * self._memory.block_bytes)}, and the card reaches no other "
+                        f"({problem}); raise the limit of locked memory (ulimit -l), or use device='cpu'"
+                    ) from None
+                self.keeper.start_over()
+        return self._ring
+
+    def close(self) -> None:
+        if self._ring is not None:
+            self._ring.close()
+            self._ring = None

@@ -9,6 +9,7 @@ from weakref import WeakSet
 import torch
 
 from nemolab.engine.gpu.beside import beside_of
+from nemolab.engine.gpu.stretches import CardGraphs, Repeats
 from nemolab.errors import EngineError, StoreError
 from nemolab.store.page_lock import Driver
 
@@ -70,6 +71,9 @@ class Card:
 
     def new_event(self) -> torch.cuda.Event:
         return torch.cuda.Event()
+
+    def new_graphs(self) -> CardGraphs:
+        return CardGraphs(self.torch_device)
 
     def copy(self, to: int, source: int, nbytes: int, stream: torch.cuda.Stream | None = None) -> None:
         """Queue a copy between two addresses, each the card's or this process's, on a stream (None: the current)."""
@@ -145,8 +149,11 @@ class StandIn:
     def new_event(self) -> _AtOnce:
         return _AtOnce()
 
+    def new_graphs(self) -> Repeats:
+        return Repeats()
+
     def copy(self, to: int, source: int, nbytes: int, stream: _AtOnce | None = None) -> None:
-        ctypes.memmove(to, source, nbytes)
+        self.locker.copy(to, source, nbytes, 0)
 
     def wait(self) -> None:
         pass
@@ -183,6 +190,13 @@ class _AtOnce:
 
 
 class _NothingToLock:
+    """In the place of a driver: everything can be read and copied anyway."""
+
+    copy_batch = None
+
+    def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
+        ctypes.memmove(to, source, nbytes)
+
     def lock(self, address: int, nbytes: int) -> None:
         return None
 

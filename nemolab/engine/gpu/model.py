@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
+import numpy as np
 import torch
 
 from nemolab.engine.gpu.attention import AttentionLayer, AttentionSteps
-from nemolab.engine.gpu.cache_memory import CacheMemory
-from nemolab.engine.gpu.experts import TokenExperts
+from nemolab.engine.gpu.cache_memory import CacheMemory, Finder
+from nemolab.engine.gpu.decoder import Decoder, TokenInput
 from nemolab.engine.gpu.guard import Guard
-from nemolab.engine.gpu.layers import MambaLayer, MlpLayer, Norm
-from nemolab.engine.gpu.moe import Choice, MoeLayer
+from nemolab.engine.gpu.layers import PIECE_TOKENS, MambaLayer, MlpLayer, Norm
+from nemolab.engine.gpu.moe import MoeLayer
+from nemolab.engine.gpu.moe_step import MoeStep
 from nemolab.engine.gpu.operators import find_operators
-from nemolab.engine.gpu.plan import LOGIT_ROWS
+from nemolab.engine.gpu.plan import LOGIT_ROWS, card_dense_bytes
 from nemolab.engine.gpu.prompt_experts import PromptExperts
 from nemolab.engine.gpu.state import empty_state
-from nemolab.engine.gpu.weights import CardWeights
+from nemolab.engine.gpu.stretches import LONG_PROMPT_TOKENS, Stretches
+from nemolab.engine.gpu.table import ExpertTable, TableKeeper
+from nemolab.engine.gpu.token_parts import TokenParts
+from nemolab.engine.gpu.weights import QUANTISED, CardWeights
 from nemolab.engine.model import ACTIVATIONS
 from nemolab.engine.state import State
 from nemolab.engine.weights import DenseWeights
@@ -26,7 +33,7 @@ from nemolab.trace import DECODE, PREFILL, Recorder
 class CardModel:
     """NemotronH over a store, as `nemolab.engine.model.Model`; logits come back to the CPU's memory.
 
-    transfer  how a token's experts reach the arithmetic: see `experts`
+    transfer  how a token's experts reach the arithmetic: see `moe_step`
     prefetch  how many guesses for the next MoE layer are read while one computes
     guard     watches the card's memory
     """
@@ -41,21 +48,23 @@ class CardModel:
         self.config, self.team, self.device, self._prefetch = config, team, device, prefetch
         self._guard = guard
         stored = DenseWeights(store, team)
-        weights = CardWeights(stored, device.torch_device, operators)
+        weights = CardWeights(stored, card_dense_bytes(store), device.torch_device, operators)
         self.embeddings = stored.matrix("backbone.embeddings", config.vocab_size, config.hidden_size)
         self.memory = CacheMemory(cache, device)
-        shape, top_k = store.expert_shape, config.top_k
-        self._choice = Choice(top_k, device)
-        parts = (
-            self._choice,
-            TokenExperts(transfer, shape, top_k, self.memory, device, operators),
-            PromptExperts(shape, cache.ring, cache, self.memory, device, operators),
-        )
-        attention, ordinal = AttentionSteps(config, device.torch_device, operators), 0
+        scales_2 = torch.from_numpy(np.ascontiguousarray(store.globals)).to(device.torch_device)
+        self._table = ExpertTable(store.n_layers, store.n_experts, device, operators)
+        keeper = cache.watcher = TableKeeper(self._table, self.memory)
+        self._finder = Finder(cache, self.memory, keeper, device)
+        step = MoeStep(transfer, *store.expert_shape, config.top_k, self._table, scales_2, device, operators)
+        self._parts = TokenParts(config, step, Stretches(device.new_graphs), device, operators)
+        prompts = PromptExperts(store.expert_shape, cache, self.memory, device, operators)
+        self._token = TokenInput(config.hidden_size, device)
+        attention, ordinal = AttentionSteps(config, device.torch_device, operators, self._token.tokens), 0
         self.layers = []
         for index, kind in enumerate(config.layer_types):
             if kind == "moe":
-                self.layers.append(MoeLayer(config, weights, index, ordinal, store, cache, parts))
+                parts = (store, cache, scales_2[ordinal], self._parts, prompts)
+                self.layers.append(MoeLayer(config, weights, index, ordinal, *parts))
                 ordinal += 1
             elif kind == "attention":
                 self.layers.append(AttentionLayer(config, weights, index, attention))
@@ -68,9 +77,13 @@ class CardModel:
         else:
             self.head = weights.put(self.embeddings)
         self.nbytes = weights.nbytes
-        self._h, self._x = (torch.empty(config.hidden_size, device=device.torch_device) for _ in range(2))
+        self._h = torch.empty(config.hidden_size, device=device.torch_device)
         self._logits = torch.empty(config.vocab_size, device=device.torch_device)
         self.moe_layers = [layer for layer in self.layers if isinstance(layer, MoeLayer)]
+        for layer, following in pairwise(self.moe_layers):
+            layer.following = following
+        parts = (self._token, attention, self._parts, self._finder)
+        self._decoder = Decoder(self.layers, self._head, config.vocab_size, *parts, prefetch, device)
         self.set_recorder(None)
 
     def new_state(self) -> State:
@@ -80,17 +93,28 @@ class CardModel:
         """Let a recorder be told everything from now on, or (None) nobody."""
         self._recorder = recorder
         # Without prefetch the recorder guesses by itself, on the CPU.
-        count = max(self._prefetch, recorder.guesses if recorder else 0) if self._prefetch else 0
-        self._choice.set_guesses(count)
-        for layer, following in zip(self.moe_layers, [*self.moe_layers[1:], None], strict=True):
+        self._parts.guess(max(self._prefetch, recorder.guesses if recorder else 0) if self._prefetch else 0)
+        self._parts.queue_record_by(recorder)
+        for layer in self.moe_layers:
             layer.recorder = recorder
-            layer.guess_for(following, count, self._prefetch if following else 0)
+
+    def force(self, chosen: np.ndarray | None, guesses: np.ndarray | None = None) -> None:
+        """For benchmarks: from the next token on, whatever the routers say, these experts are chosen and guessed.
+
+        chosen   int [layers, top_k] by rank; the weights stay the routers'. None: no more
+        guesses  int [layers, n] by rank, made in each layer for the next; None: the routers', where there are any
+        Raises EngineError for another shape, and for ids that cannot be.
+        """
+        self._parts.force(chosen, guesses)
 
     def prompt(self, ids: torch.Tensor, state: State) -> torch.Tensor:
         """ids int64 [tokens] on the CPU -> normed hidden states [tokens, hidden] on the card."""
         if self._recorder:
             self._recorder.begin_step(PREFILL, state, ids)
         tokens = ids.shape[0]
+        if tokens > LONG_PROMPT_TOKENS:
+            self._parts.stretches.drop()
+            self.device.release()
         hidden = self._guard.run(
             tokens, f"a pass of {tokens} tokens behind {state.tokens}", lambda: self._prompt(ids, state)
         )
@@ -100,10 +124,18 @@ class CardModel:
         return hidden
 
     def _prompt(self, ids: torch.Tensor, state: State) -> torch.Tensor:
-        x = self.embeddings.take(ids).to(self.device.torch_device)
+        x = torch.empty(ids.shape[0], self.config.hidden_size, device=self.device.torch_device)
+        for some, piece in zip(ids.split(PIECE_TOKENS), x.split(PIECE_TOKENS), strict=True):
+            piece.copy_(self._embed(some))
         for layer, layer_state in zip(self.layers, state.layers, strict=True):
             layer.prompt(x, layer_state)
-        return self.norm.new(x, torch.float32)
+        return self.norm.run(x, x)
+
+    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """The rows of these ids on the card: as stored over the bus, where that is a type it knows."""
+        table = self.embeddings
+        rows = table.take(ids) if table.format in QUANTISED else table.weight[ids]
+        return rows.to(self.device.torch_device).float()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Normed hidden states [tokens, hidden], wherever they are -> logits float32 [tokens, vocab] on the CPU."""
@@ -120,19 +152,20 @@ class CardModel:
         """One token -> logits float32 [vocab] on the CPU; the state moves on by it."""
         if self._recorder:
             self._recorder.begin_step(DECODE, state, (token_id,))
-        self._guard.run(1, f"a token behind {state.tokens}", lambda: self._step(token_id, state))
+        embedding = self.embeddings.take(torch.tensor([token_id]))[0]
+        logits = self._guard.run(1, f"a token behind {state.tokens}", lambda: self._decoder.run(embedding, state))
         state.tokens += 1
         if self._recorder:
             self._recorder.end_step()
-        self.head.multiply(self.norm.run(self._x, self._h), self._logits)
-        return self._logits.cpu().clone()
+        return logits
 
-    def _step(self, token_id: int, state: State) -> None:
-        self._x.copy_(self.embeddings.take(torch.tensor([token_id]))[0])
-        for layer, layer_state in zip(self.layers, state.layers, strict=True):
-            layer.step(self._x, layer_state)
+    def _head(self, x: torch.Tensor) -> torch.Tensor:
+        self.head.multiply(self.norm.run(x, self._h), self._logits)
+        return self._logits
 
     def close(self) -> None:
-        """Wait for the card and unlock the cache's memory."""
+        """Wait for the card and unlock what is page-locked. Closing twice is fine."""
+        self._finder.cache.watcher = None
         self.device.wait()
-        self.memory.close()
+        for part in (self._decoder, self._parts, self._parts.step, self._finder, self._table, self._token, self.memory):
+            part.close()

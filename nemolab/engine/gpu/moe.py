@@ -10,6 +10,7 @@ import torch
 
 from nemolab.checkpoint.formats import GROUP
 from nemolab.engine.gpu.layers import PIECE_TOKENS, Mlp, Norm
+from nemolab.engine.gpu.token_parts import TokenParts
 from nemolab.engine.gpu.weights import CardWeights
 from nemolab.kernels.matvec import ADD
 from nemolab.kernels.router_step import router_step_torch
@@ -18,53 +19,28 @@ if TYPE_CHECKING:
     from nemolab.trace import Recorder
 
 
-class Choice:
-    """What a token's routers chose: on the card, where layers write it, and as the CPU learns it.
-
-    A layer's own top_k come first, then guesses for the next MoE layer.
-    """
-
-    def __init__(self, top_k: int, device):
-        self._device, self.top_k = device, top_k
-        self.weights = torch.empty(top_k, device=device.torch_device)
-        self.set_guesses(0)
-
-    def set_guesses(self, count: int) -> None:
-        self._there = torch.empty(self.top_k + count, dtype=torch.int32, device=self._device.torch_device)
-        self._here = self._device.host_tensor(self.top_k + count, dtype=torch.int32)
-        self.ids, self.guesses = self._there[: self.top_k], self._there[self.top_k :]
-        self.guess_weights = torch.empty(count, device=self._device.torch_device)
-
-    def learn(self) -> np.ndarray:
-        """Wait for the card: ids by rank, then guesses by rank. Valid until the next call."""
-        self._here.copy_(self._there, non_blocking=True)
-        if self._device.torch_device.type == "cuda":
-            torch.cuda.current_stream(self._device.torch_device).synchronize()
-        return self._here.numpy()
-
-
 class MoeLayer:
     """norm -> router, latent down, routed experts, latent up, plus the shared expert, plus the residual.
 
-    ordinal    which MoE layer this is, counting MoE layers only: how store and cache number them
-    .following the next MoE layer while its experts are guessed here, or None
-    .prefetch  how many of those guesses are read ahead
-    .recorder  told what was routed, guessed, active and missed; None as a rule
+    ordinal     which MoE layer this is, counting MoE layers only: how store and cache number them
+    scales_2    float32 [experts, 2] on the card, of this layer
+    parts       what MoE layers share in decode; prompts: in prompts
+    .following  the next MoE layer, whose experts are guessed here where `parts.guesses` says so, or None
+    .recorder   told of prompts what was routed, active and missed; None as a rule
     """
 
-    def __init__(self, config, weights: CardWeights, index: int, ordinal: int, store, cache, shared_parts):
-        self.ordinal, self.cache, self._store = ordinal, cache, store
-        self.choice, self.token_experts, self.prompt_experts = shared_parts
-        self._weights, self._config = weights, config
-        hidden, width, device = config.hidden_size, config.expert_in, weights.device
+    def __init__(
+        self, config, weights: CardWeights, index: int, ordinal: int, store, cache, scales_2, parts: TokenParts, prompts
+    ):
+        self.ordinal, self.cache, self.scales_2, self._store = ordinal, cache, scales_2, store
+        self._parts, self.prompt_experts = parts, prompts
+        self._weights, self._config, self.routing = weights, config, parts.routing
+        hidden, width = config.hidden_size, config.expert_in
         name = f"backbone.layers.{index}"
         self._gate_name = f"{name}.mixer.gate"
-        self.scales_2 = torch.from_numpy(np.ascontiguousarray(store.globals[ordinal])).to(device)
         self.norm = Norm(weights, f"{name}.norm.weight", hidden, config.layer_norm_epsilon)
         self.card_gate = weights.matrix(self._gate_name, config.n_experts, hidden, decoded=True)
         self.card_bias = weights.vector(f"{self._gate_name}.e_score_correction_bias", config.n_experts)
-        self.limits = (config.n_group, config.topk_group)
-        self.routing = (config.top_k, *self.limits, config.norm_topk_prob, config.routed_scaling_factor)
         self.latent_down = self.latent_up = self.shared = None
         if weights.has_module(f"{name}.mixer.fc1_latent_proj"):
             self.latent_down = weights.matrix(f"{name}.mixer.fc1_latent_proj", width, hidden)
@@ -72,13 +48,8 @@ class MoeLayer:
         shared = f"{name}.mixer.shared_experts"
         if weights.has_module(f"{shared}.up_proj"):
             self.shared = Mlp(weights, shared, hidden, config.moe_shared_expert_intermediate_size)
-        self._router = weights.operators.RouterStep(config.n_experts, *self.routing, device)
-        self._h, self._latent, self._routed, self._logits = (
-            torch.empty(size, device=device) for size in (hidden, width, width, config.n_experts)
-        )
+        self._h = parts.h if self.latent_down else parts.step.x
         self.following: MoeLayer | None = None
-        self.prefetch = 0
-        self._guesser = None
         self.recorder: Recorder | None = None
 
     @cached_property
@@ -91,75 +62,67 @@ class MoeLayer:
     def gate_bias(self) -> torch.Tensor:
         return self.card_bias.cpu()
 
-    def guess_for(self, following: MoeLayer | None, count: int, prefetch: int) -> None:
-        """Guess so many experts of the next MoE layer (0: none) with its router; read the first `prefetch` ahead."""
-        self.following, self.prefetch, self._guesser = (following if count else None), prefetch, None
-        if self.following:
-            settings = (self._config.n_experts, count, *self.routing[1:], self._weights.device)
-            self._guesser = self._weights.operators.RouterStep(*settings)
-
-    def step(self, x: torch.Tensor, state: None) -> None:
-        """One token: x float32 [hidden] plus the layer's output, in place."""
-        h, choice = self.norm.run(x, self._h), self.choice
-        self.card_gate.multiply(h, self._logits)
-        self._router.run(self._logits, self.card_bias, choice.ids, choice.weights)
-        if self.following:
-            self.following.card_gate.multiply(h, self._logits)
-            self._guesser.run(self._logits, self.following.card_bias, choice.guesses, choice.guess_weights)
-        learned = choice.learn()
-        experts, guesses = learned[: choice.top_k], learned[choice.top_k :] if self.following else None
-        rows = self.cache.lookup_rows(self.ordinal, experts.tolist(), "decode")
-        if self.prefetch:  # read while this layer computes
-            self.cache.prefetch(self.ordinal + 1, guesses[: self.prefetch].tolist())
-        latent = h
+    def enter(self, x: torch.Tensor) -> None:
+        """One token, x float32 [hidden]: queue what comes before the CPU must act: the choice, the experts' input, the
+        experts themselves as far as the card can begin; and x plus the shared expert's output, in place."""
+        parts, layer = self._parts, self.ordinal
+        step, guesses = parts.step, parts.guesses if self.following else None
+        h = self.norm.run(x, self._h)
+        self.card_gate.multiply(h, parts.logits)
+        parts.router.run(parts.logits, self.card_bias, step.ids, step.weights)
+        if parts.forced:
+            parts.forced.put_choice(layer, step.ids)
+        step.tell(layer)
+        if guesses:
+            self.following.card_gate.multiply(h, parts.logits)
+            guesses.choose(parts.logits, self.following.card_bias)
+            if parts.forced:
+                parts.forced.put_guesses(layer, guesses.ids)
+            guesses.tell(layer)
         if self.latent_down:
-            latent = self._latent
-            self.latent_down.multiply(h, latent)
-        self.token_experts.run(rows, choice.ids, choice.weights, self.scales_2, latent, self._routed)
-        if self.latent_up:
-            self.latent_up.multiply(self._routed, x, ADD)
-        else:
-            x += self._routed
+            self.latent_down.multiply(h, step.x)
+        step.start(layer)
         if self.shared:
             self.shared.add_step(h, x)
-        if self.recorder:
-            self._record(h, experts, guesses)
 
-    def _record(self, h: torch.Tensor, experts: np.ndarray, guesses: np.ndarray | None) -> None:
-        """All in memory of its own: buffers here are used again by the next layer, before the recorder copies."""
-        active = self.token_experts.step.active.cpu().numpy().astype(np.uint16)
-        guesses = None if guesses is None else guesses.copy()
-        weights = self.choice.weights.to("cpu", copy=True).numpy()
-        seen = h.to("cpu", copy=True).numpy()
-        self.recorder.decode_layer(self.ordinal, seen, experts.copy(), weights, active, self.cache.missed, guesses)
+    def leave(self, x: torch.Tensor) -> None:
+        """Once all its experts are queued: x plus their sum, in place; what they did goes to the recorder."""
+        step = self._parts.step
+        if self._parts.record:
+            self._parts.record.queue(self.ordinal, self._h)
+        if self.latent_up:
+            self.latent_up.multiply(step.out, x, ADD)
+        else:
+            x += step.out
 
     def prompt(self, x: torch.Tensor, state: None) -> None:
         """x [tokens, hidden] plus the layer's output, in place; each needed expert is read at most once."""
-        tokens = x.shape[0]
-        h = self.norm.new(x, torch.float32)
-        # What decides is not rounded.
-        experts, weights = router_step_torch(self.card_gate.apply_float32(h), self.card_bias, *self.routing)
-        rounded, recorder = h.bfloat16(), self.recorder
-        if not recorder:
-            del h  # as large as the stream itself, and no longer needed
-        latent = self.latent_down.apply(rounded).bfloat16() if self.latent_down else rounded
+        recorder, chosen, seen = self.recorder, [], []
+        for piece in x.split(PIECE_TOKENS):
+            h = self.norm.new(piece, torch.float32)
+            # What decides is not rounded.
+            chosen.append(router_step_torch(self.card_gate.apply_float32(h), self.card_bias, *self.routing))
+            if recorder:
+                seen.append(h.cpu())
+        del h
+        experts, weights = (torch.cat(parts) for parts in zip(*chosen, strict=True))
+        routing = self.prompt_experts.sort(experts, weights, self._config.n_experts)
+        # While the CPU waits for the choice, and while the first experts cross the bus: all that does not need them.
+        latent = torch.empty(x.shape[0], self._config.expert_in, dtype=torch.bfloat16, device=x.device)
+        for piece, entering in zip(x.split(PIECE_TOKENS), latent.split(PIECE_TOKENS), strict=True):
+            h = self.norm.new(piece)
+            entering.copy_(self.latent_down.apply(h) if self.latent_down else h)
+            if self.shared:
+                self.shared.add_prompt(h, piece)
+        del h
         active = np.zeros((*experts.shape, self._store.expert_shape[0] // GROUP), np.uint16) if recorder else None
-        most = most_pairs(tokens)
-        routed = self.prompt_experts.run(self.ordinal, latent, experts, weights, self.scales_2, most, active)
+        routed = self.prompt_experts.run(self.ordinal, latent, routing, self.scales_2, active)
         del latent
         if recorder:
-            chosen = experts.cpu().numpy(), weights.cpu().numpy()
-            recorder.prompt_layer(self.ordinal, h.cpu(), *chosen, active, self.cache.missed)
-        for start in range(0, tokens, PIECE_TOKENS):
-            piece = slice(start, start + PIECE_TOKENS)
+            known = experts.cpu().numpy(), weights.cpu().numpy()
+            recorder.prompt_layer(self.ordinal, torch.cat(seen), *known, active, self.cache.missed)
+        for piece, leaving in zip(x.split(PIECE_TOKENS), routed.split(PIECE_TOKENS), strict=True):
             if self.latent_up:
-                self.latent_up.apply(routed[piece].bfloat16(), x[piece], ADD)
+                self.latent_up.apply(leaving.bfloat16(), piece, ADD)
             else:
-                x[piece] += routed[piece]
-            if self.shared:
-                self.shared.add_prompt(rounded[piece], x[piece])
-
-
-def most_pairs(tokens: int) -> int:
-    """(token, rank) pairs that routed experts work on at once: an expert has at most one a token."""
-    return max(tokens, 4096)
+                piece += leaving

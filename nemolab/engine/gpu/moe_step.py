@@ -20,104 +20,29 @@ comes after that on the same stream, so whoever has been told it (`choice`) know
 
 from __future__ import annotations
 
-import ctypes
-import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from nemolab.engine.gpu.pinned import UNKNOWN, PinnedArray, wait_for_ids
+from nemolab.engine.gpu.table import ExpertTable
 from nemolab.errors import EngineError
-from nemolab.kernels.gpu.combine import Combine
-from nemolab.kernels.gpu.expert_step import GROUPED, ROWS, BoundStep, ExpertStep
-from nemolab.kernels.gpu.write_table import MOST, WriteTable
-from nemolab.store.arena import Arena
-from nemolab.store.direct_io import address
-from nemolab.store.page_lock import CopyBatch, Driver, PageLock
-from nemolab.units import whole_pages
+from nemolab.kernels.gpu.expert_step import GROUPED, ROWS
+from nemolab.store.page_lock import CopyBatch
 
 STRATEGIES = ("whole", "grouped", "rows", "pull")
 _WAVES = {"whole": (4, 11, 5, 2), "grouped": (4, 7, 7, 4), "rows": (4, 9, 6, 3)}  # of 22 experts
-_UNKNOWN = -1
-_HALF = 32  # launches that change the table in half a ring of changes
-_CHOICE_TIMEOUT_S = 60.0
-# Releases the interpreter for the threads that read from disk. time.sleep(0) does too, and takes 50 us.
-_LOOKS = 64  # at a choice that is about to come, between letting others run: some 10 us
-_let_others_run = ctypes.CDLL(None).sched_yield
-
-
-class PinnedArray:
-    """A small page-locked numpy array that the card reads and writes under `.address`."""
-
-    def __init__(self, shape: tuple[int, ...], dtype, driver: Driver):
-        self.nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        pages = whole_pages(self.nbytes)
-        self._arena = Arena(1, pages)
-        row = self._arena.rows[0]
-        self._lock = PageLock(address(row), pages, pages, driver)
-        problem = self._lock.grow(pages)
-        if problem is not None:
-            self._arena.close()
-            raise EngineError(f"{self.nbytes} bytes shared with the card: {problem}")
-        self.array = row[: self.nbytes].view(dtype).reshape(shape)
-        self.address = address(row)
-
-    def close(self) -> None:
-        self._lock.close()
-        self.array = None
-        self._arena.close()
-
-
-class ExpertTable:
-    """Where each expert lies in page-locked memory, on the card and here; 0 for what is not there.
-
-    .device  int64 [layers, experts], changed in the order of torch's current stream
-    .host    int64 [layers, experts], what the card will have once it has done everything queued
-    """
-
-    def __init__(self, n_layers: int, n_experts: int, driver: Driver, device: str | torch.device = "cuda"):
-        self.host = np.zeros((n_layers, n_experts), np.int64)
-        self.device = torch.zeros(n_layers, n_experts, dtype=torch.int64, device=device)
-        self._write = WriteTable(self.device)
-        # Changes lie in a ring until the card has read them; an event a half of it says that it has.
-        self._changes = PinnedArray((2 * _HALF, MOST, 2), np.int64, driver)
-        self._read = (torch.cuda.Event(), torch.cuda.Event())
-        self._turn = 0
-
-    def set(self, layer: int, experts: np.ndarray | list[int], addresses: np.ndarray | list[int] | int) -> None:
-        """Experts of a layer lie at these addresses from here on (0: nowhere)."""
-        experts = np.atleast_1d(np.asarray(experts, np.int64))
-        self.update(layer * self.host.shape[1] + experts, addresses)
-
-    def update(self, blocks: np.ndarray | list[int], addresses: np.ndarray | list[int] | int) -> None:
-        """The same for blocks (layer * n_experts + expert) of any layers, each named once: one launch for 128."""
-        blocks = np.asarray(blocks, np.int64)
-        addresses = np.broadcast_to(np.asarray(addresses, np.int64), blocks.shape)
-        self.host.reshape(-1)[blocks] = addresses
-        for first in range(0, len(blocks), MOST):
-            piece = slice(first, first + MOST)
-            turn, count = self._turn, len(blocks[piece])
-            if turn % _HALF == 0:
-                self._read[turn // _HALF].synchronize()
-            self._changes.array[turn, :count, 0] = blocks[piece]
-            self._changes.array[turn, :count, 1] = addresses[piece]
-            self._write.launch(self._changes.address + 16 * MOST * turn, count)
-            if turn % _HALF == _HALF - 1:
-                self._read[turn // _HALF].record()
-            self._turn = (turn + 1) % (2 * _HALF)
-
-    def close(self) -> None:
-        """Once the card is done. Closing twice is fine."""
-        self._changes.close()
+_ALIGNED = 512  # bytes a slot begins at a multiple of
 
 
 class Fetch(NamedTuple):
     """What a lookup answers: where the chosen blocks are, or will be.
 
     addresses  int64 [top_k] by rank, in page-locked memory
-    missing    ranks whose blocks are still being read from disk
-    wait       returns once they are there, and the table has been told
+    missing    ranks whose blocks are not there yet
+    wait       returns once they are; to be called if any are missing
     """
 
     addresses: np.ndarray
@@ -125,14 +50,32 @@ class Fetch(NamedTuple):
     wait: Callable[[], object] = lambda: None
 
 
+def slots_bytes(strategy: str, inter: int, width: int, top_k: int) -> int:
+    """Of the card's memory that a strategy takes for slots: two banks of whole blocks, of their ups, or nothing."""
+    return 2 * top_k * _stride(strategy, inter, width)
+
+
+def _stride(strategy: str, inter: int, width: int) -> int:
+    return -(-_copied_bytes(strategy, inter, width) // _ALIGNED) * _ALIGNED
+
+
+def _copied_bytes(strategy: str, inter: int, width: int) -> int:
+    """Of a block."""
+    half = inter * width * 9 // 16
+    return {"whole": 2 * half, "pull": 0}.get(strategy, half)
+
+
 class MoeStep:
     """The step of one model on one card, by one strategy.
 
-    inter, width, block_bytes  of an expert; top_k; table  where experts lie
-    scales_2                   float32 [layers, experts, 2] on the card
-    waves                      experts of each wave of copies, by default a share of top_k
-    .x, .out                   float32 [X]; .ids int32 [top_k], .weights float32 [top_k]: what a step reads and writes,
-                               always the same buffers, so that it can be part of a CUDA graph
+    inter, width        of an expert; top_k; table  where experts lie
+    scales_2            float32 [layers, experts, 2] on the card
+    device, operators   as of `engine.gpu.device` and `engine.gpu.operators`
+    waves               experts of each wave of copies, by default a share of top_k
+    .x, .out            float32 [X]; .ids int32 [top_k], .weights float32 [top_k]: what a step reads and writes, always
+                        the same buffers, so that it can be part of a CUDA graph
+    A layer is `expect`, `tell` once ids are queued, `start` once x is too, `choice`, `finish`; `tell` and `start` queue
+    the same every time and may lie in a CUDA graph. `run` is all of them.
     For one thread, on torch's current stream. Raises EngineError for an unknown strategy or sizes that do not fit.
     """
 
@@ -144,7 +87,8 @@ class MoeStep:
         top_k: int,
         table: ExpertTable,
         scales_2: torch.Tensor,
-        driver: Driver,
+        device,
+        operators,
         waves: tuple[int, ...] | None = None,
     ):
         if strategy not in STRATEGIES:
@@ -153,45 +97,67 @@ class MoeStep:
         if sum(self.waves) != top_k or min(self.waves) < 1:
             raise EngineError(f"waves of {self.waves} experts do not add up to {top_k}")
         self.strategy, self.top_k, self.table = strategy, top_k, table
-        self._scales_2, self._driver = scales_2, driver
-        device = scales_2.device
-        self.x, self.out = torch.zeros(2, width, device=device)
-        self.ids = torch.zeros(top_k, dtype=torch.int32, device=device)
-        self.weights = torch.zeros(top_k, device=device)
-        self.step = ExpertStep(inter, width, top_k, device)
-        self._combine = Combine(top_k, self.step.parts, width)
-        self._bound: dict[tuple[int, int], BoundStep] = {}
+        self._scales_2, self._device = scales_2, device
+        there = device.torch_device
+        self.x, self.out = torch.zeros(2, width, device=there)
+        self.ids = torch.zeros(top_k, dtype=torch.int32, device=there)
+        self.weights = torch.zeros(top_k, device=there)
+        self.step = operators.ExpertStep(inter, width, top_k, there)
+        self._combine = operators.Combine(top_k, self.step.parts, width)
+        self._bound: dict[tuple[int, int], object] = {}
         self._bound_sums: dict[int, Callable[[], None]] = {}
         n_layers, n_experts = table.host.shape
         self._seen = np.empty(n_experts, np.int64)
-        self._choices = PinnedArray((n_layers, top_k), np.int32, driver)
-        self._missing = PinnedArray((2, top_k), np.int64, driver)  # addresses by rank; ranks, as int32
-        self._missing_there = torch.zeros(2, top_k, dtype=torch.int64, device=device)
+        self._choices = PinnedArray((n_layers, top_k), np.int32, device.locker)
+        # By bank, of a layer with experts that the table does not have: addresses by rank; ranks in order, as int32.
+        self._told = PinnedArray((2, 2, top_k), np.int64, device.locker)
+        self._told_there = torch.zeros(2, 2, top_k, dtype=torch.int64, device=there)
+        self._turn = 0
         if strategy != "pull":
-            half = inter * width * 9 // 16
-            self._slot_bytes = 2 * half if strategy == "whole" else half
-            stride = -(-self._slot_bytes // 512) * 512
-            self._banks = torch.empty(2, top_k, stride, dtype=torch.uint8, device=device)
+            stride = _stride(strategy, inter, width)
+            self._banks = torch.empty(2, top_k, stride, dtype=torch.uint8, device=there)
             at = self._banks.data_ptr() + stride * np.arange(2 * top_k, dtype=np.int64).reshape(2, top_k)
-            self._slots, self._slots_there = at, torch.from_numpy(at).to(device)
-            self._orders = PinnedArray((2, top_k), np.int32, driver)
-            self._orders_there = torch.zeros(2, top_k, dtype=torch.int32, device=device)
-            self._copies = torch.cuda.Stream(device)
-            self._to, self._sources, stream = at.copy(), np.zeros(top_k, np.int64), self._copies.cuda_stream
-            self._batches = [CopyBatch(driver, to, self._sources, self._slot_bytes, stream) for to in self._to]
-            self._done = [torch.cuda.Event(), torch.cuda.Event()]
-            self._copied = [torch.cuda.Event() for _ in range(len(self.waves) + 1)]
-            self._turn = 0
+            self._slots, self._slots_there = at, torch.from_numpy(at.copy()).to(there)
+            self._copies = device.new_stream()
+            self._to, self._sources = at.copy(), np.zeros(top_k, np.int64)
+            copied_bytes, stream = _copied_bytes(strategy, inter, width), self._copies.cuda_stream
+            self._batches = [CopyBatch(device.locker, to, self._sources, copied_bytes, stream) for to in self._to]
+            self._done = [device.new_event(), device.new_event()]
+            self._copied = [device.new_event() for _ in range(len(self.waves) + 1)]
 
     def run(self, layer: int, lookup: Callable[[list[int]], Fetch]) -> int:
-        """`.out` = the weighted sum of the chosen experts of a layer; how many were missing when the step began.
+        """`.out` = the weighted sum of the chosen experts of a layer; how many came late.
 
         lookup  called once with the ids, in rank order
         """
+        self.expect(layer)
+        self.tell(layer)
+        self.start(layer)
+        return self.finish(layer, lookup(self.choice(layer)))
+
+    def expect(self, layer: int) -> None:
+        """Before a layer's work is queued, or a graph with it is replayed: its choice is not known yet.
+
+        Everything that does not need the choice comes before it: from there to the first copy the bus is idle.
+        """
+        self._choices.array[layer] = UNKNOWN
+        self._turn = 1 - self._turn
         if self.strategy == "pull":
-            self.start(layer)
-            return self.finish(layer, lookup(self.choice(layer)))
-        return self._copy_and_compute(layer, lookup)
+            self._seen[:] = self.table.host[layer]
+        else:
+            self._to[self._turn] = self._slots[self._turn]
+            self._copies.wait_event(self._done[self._turn])
+
+    def tell(self, layer: int) -> None:
+        """Queue the way of `.ids` to the CPU, where no kernel does that by itself."""
+        if self.strategy != "pull":
+            self._device.copy(self._choice_address(layer), self.ids.data_ptr(), 4 * self.top_k)
+
+    def start(self, layer: int) -> None:
+        """Queue the kernel for all experts the table has, and the sum, where nothing is copied."""
+        if self.strategy == "pull":
+            self._bind(layer, 0).launch(amount=ROWS, post=self._choice_address(layer))
+            self._sum(layer)
 
     def choice(self, layer: int) -> list[int]:
         """Wait until the card has told a layer's choice: ids in rank order.
@@ -202,57 +168,42 @@ class MoeStep:
             raise EngineError(f"the card did not tell which experts layer {layer} chose; it may have failed")
         return self._choices.array[layer].tolist()
 
-    # pull
-
-    def start(self, layer: int) -> None:
-        """Queue the kernel for all experts the table has, and the sum. A CUDA graph can hold it: see `expect`."""
-        self.expect(layer)
-        self._bind(layer, 0).launch(amount=ROWS, post=self._choice_address(layer))
-        self._sum(layer)
-
-    def expect(self, layer: int) -> None:
-        """Before a layer's kernel is queued, or a graph with it is replayed: its choice is not known yet."""
-        self._choices.array[layer] = _UNKNOWN
-        self._seen[:] = self.table.host[layer]
-
     def finish(self, layer: int, fetch: Fetch) -> int:
-        """Queue a second launch for the chosen experts that the first had to leave out, and the sum again.
+        """Queue what was not there when the layer's work was queued, and the sum. How many experts that were.
 
-        Returns how many there were; usually none, then there is nothing to queue.
+        With `pull` usually none: then there is nothing to queue.
         """
-        ranks = np.flatnonzero(self._seen[self._choices.array[layer]] == 0)
-        if len(ranks):
-            self._missing.array[0] = fetch.addresses
-            self._missing.array[1].view(np.int32)[: len(ranks)] = ranks
-            self._driver.copy(self._missing_there.data_ptr(), self._missing.address, 16 * self.top_k, _stream())
-            fetch.wait()
-            self._bind(layer, 1).launch(amount=ROWS, count=len(ranks))
+        if self.strategy == "pull":
+            return self._add_late(layer, fetch)
+        return self._copy_and_compute(layer, fetch)
+
+    def _add_late(self, layer: int, fetch: Fetch) -> int:
+        """A second launch for the experts that the first had to leave out."""
+        late = self._not_in(self._seen, layer, fetch.missing)
+        if late:
+            bank = self._tell_places(fetch.addresses, late)
+            if fetch.missing:
+                fetch.wait()
+            self._bind(layer, 1 + bank).launch(amount=ROWS, count=len(late))
             self._sum(layer)
-        return len(ranks)
+        return len(late)
 
-    # whole, grouped, rows
-
-    def _copy_and_compute(self, layer: int, lookup: Callable[[list[int]], Fetch]) -> int:
-        self.expect(layer)
-        self._driver.copy(self._choice_address(layer), self.ids.data_ptr(), 4 * self.top_k, _stream())
-        # Everything that does not need the choice comes before it: from here to the first copy the bus is idle.
-        bank, self._turn = self._turn, 1 - self._turn
-        bound, batch, waves = self._bind(layer, bank), self._batches[bank], self.waves
-        self._to[bank] = self._slots[bank]
-        self._copies.wait_event(self._done[bank])
-        addresses, missing, wait = lookup(self.choice(layer))
-        if len(missing):
+    def _copy_and_compute(self, layer: int, fetch: Fetch) -> int:
+        addresses, missing, wait = fetch
+        bank, waves = self._turn, self.waves
+        bound, batch = self._bind(layer, bank), self._batches[bank]
+        late = missing if self.strategy == "whole" else self._not_in(self.table.host[layer], layer, missing)
+        if late:
             # What is there crosses the bus while the disk is read: those ranks come first, in waves of their own.
             order = np.argsort(np.isin(np.arange(self.top_k), missing), kind="stable")
-            self._orders.array[bank] = order
-            there, bound = self._orders_there[bank], self._bind(layer, 2 + bank)
-            self._driver.copy(there.data_ptr(), self._orders.address + 4 * self.top_k * bank, 4 * self.top_k, _stream())
+            bound = self._bind(layer, 2 + self._tell_places(addresses, order))
             self._to[bank], addresses = self._slots[bank, order], addresses[order]
-            waves = [*spread(tuple(self.waves), self.top_k - len(missing)), len(missing)]
+            if missing:
+                waves = [*spread(tuple(self.waves), self.top_k - len(missing)), len(missing)]
         self._sources[:] = addresses
-        amount, main, first = GROUPED if self.strategy == "grouped" else ROWS, torch.cuda.current_stream(), 0
+        amount, main, first = GROUPED if self.strategy == "grouped" else ROWS, self._device.main_stream(), 0
         for number, count in enumerate(waves):
-            if len(missing) and number == len(waves) - 1:
+            if missing and number == len(waves) - 1:
                 wait()
             batch.run(first, count)
             self._copied[number].record(self._copies)
@@ -261,23 +212,37 @@ class MoeStep:
             first += count
         self._done[bank].record(main)
         self._sum(layer)
-        return len(missing)
+        return len(late)
 
-    def _bind(self, layer: int, which: int) -> BoundStep:
-        """The kernel on the buffers of a layer: `pull`'s first and second launch; banks, in rank order or another."""
+    def _not_in(self, table: np.ndarray, layer: int, missing: Sequence[int]) -> list[int]:
+        """Ranks of a layer's choice that a row of the table does not name, and those that are missing."""
+        late = np.flatnonzero(table[self._choices.array[layer]] == 0).tolist()
+        return sorted({*late, *missing}) if missing else late
+
+    def _tell_places(self, addresses: np.ndarray, ranks: Sequence[int]) -> int:
+        """Queue the way of addresses, and of ranks in the order they are computed in, to the card; into which bank."""
+        bank = self._turn
+        told = self._told.array[bank]
+        told[0] = addresses
+        told[1].view(np.int32)[: len(ranks)] = ranks
+        size = 16 * self.top_k
+        self._device.copy(self._told_there[bank].data_ptr(), self._told.address + size * bank, size)
+        return bank
+
+    def _bind(self, layer: int, which: int):
+        """The kernel on a layer's buffers. For `pull`: the first launch, the second from one bank of what was told or
+        the other. Else: a bank of slots and the table, the other; with what was told instead of the table."""
         bound = self._bound.get((layer, which))
         if bound is None:
-            ranks = None
-            there = (self.table.device[layer], self.ids)
-            if self.strategy == "pull":
-                up = down = there
-                if which:
-                    up = down = (self._missing_there[0], self.step.all_ranks)
-                    ranks = self._missing_there[1].view(torch.int32)[: self.top_k]
-            else:
-                up = (self._slots_there[which % 2], self.step.all_ranks)
-                down = up if self.strategy == "whole" else there
-                ranks = self._orders_there[which % 2] if which >= 2 else None
+            ranks, told, there = None, None, (self.table.device[layer], self.ids)
+            bank = (which - 1 if self.strategy == "pull" else which) % 2
+            if which >= (1 if self.strategy == "pull" else 2):
+                told = (self._told_there[bank, 0], self.step.all_ranks)
+                ranks = self._told_there[bank, 1].view(torch.int32)[: self.top_k]
+            up = down = told or there
+            if self.strategy != "pull":
+                up = (self._slots_there[bank], self.step.all_ranks)
+                down = up if self.strategy == "whole" else down
             bound = self.step.bind(up, down, self.ids, self._scales_2[layer], self.x, ranks)
             self._bound[layer, which] = bound
         return bound
@@ -293,29 +258,10 @@ class MoeStep:
         return self._choices.address + 4 * layer * self.top_k
 
     def close(self) -> None:
-        """Wait for the card and give page-locked memory back."""
-        torch.cuda.synchronize()
+        """Wait for the card and give page-locked memory back. Closing twice is fine."""
+        self._device.wait()
         self._choices.close()
-        self._missing.close()
-        if self.strategy != "pull":
-            self._orders.close()
-
-
-def wait_for_ids(told: np.ndarray, timeout_s: float = _CHOICE_TIMEOUT_S) -> bool:
-    """Look at int32 [n] that somebody else writes until nothing is negative. False: it took too long."""
-    view, looks, deadline = memoryview(told), 0, time.monotonic() + timeout_s
-    # The first and the last word come first: looking at one takes a twentieth of what numpy takes for all.
-    while view[0] < 0 or view[-1] < 0 or told.min() < 0:
-        looks += 1
-        if looks % _LOOKS == 0:
-            _let_others_run()
-            if time.monotonic() > deadline:
-                return False
-    return True
-
-
-def _stream() -> int:
-    return torch.cuda.current_stream().cuda_stream
+        self._told.close()
 
 
 def spread(waves: tuple[int, ...], top_k: int) -> list[int]:

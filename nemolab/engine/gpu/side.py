@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nemolab.engine.gpu.device import open_device
-from nemolab.engine.gpu.experts import TRANSFERS
 from nemolab.engine.gpu.guard import SPARE_BYTES, Guard
 from nemolab.engine.gpu.model import CardModel
+from nemolab.engine.gpu.moe_step import STRATEGIES
 from nemolab.engine.gpu.plan import CONTEXT_BYTES, host_dense_bytes, least_bytes, plan_card
 from nemolab.errors import EngineError
 from nemolab.store import ExpertCache, Store
@@ -28,8 +28,8 @@ class CardSide:
 
     def __init__(self, store: Store, device: str, transfer: str | None, vram_gib: float | None):
         self.transfer = "pull" if transfer is None else transfer
-        if self.transfer not in TRANSFERS:
-            raise EngineError(f"transfer is {transfer!r}; known are {', '.join(TRANSFERS)}")
+        if self.transfer not in STRATEGIES:
+            raise EngineError(f"transfer is {transfer!r}; known are {', '.join(STRATEGIES)}")
         ring = min(RING, store.n_experts)
         budget_bytes = _budget_bytes(vram_gib, store, ring)
         self.device, self._store = open_device(device), store
@@ -39,7 +39,7 @@ class CardSide:
         usage, context_bytes = self.device.look(), CONTEXT_BYTES
         if usage is not None and usage.beside_bytes is not None:  # before any kernel, so the rest is still to come
             context_bytes = max(context_bytes, usage.beside_bytes + SPARE_BYTES)
-        plan = plan_card(store, ring, budget_bytes or total_bytes, context_bytes)
+        plan = plan_card(store, ring, budget_bytes or total_bytes, context_bytes, self.transfer)
         self.plan = replace(plan, budget_bytes=budget_bytes)
         self.pass_tokens = plan.pass_tokens
         self.host_bytes = host_dense_bytes(store) + store.config.top_k * store.block_bytes

@@ -6,16 +6,19 @@ Each rounds where its kernel rounds. Contracts, shapes and units: the files of `
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from nemolab.checkpoint.formats import GROUP
 from nemolab.kernels.attention_step import attention_step_torch
+from nemolab.kernels.gpu.add_experts import add_experts_torch
 from nemolab.kernels.gpu.combine import combine_torch
 from nemolab.kernels.gpu.decode import E2M1_UNIT, E4M3_UNIT
 from nemolab.kernels.gpu.decode_bf16 import decode_bf16_torch
 from nemolab.kernels.gpu.expert_step import ROWS, expert_step_torch, parts_of
+from nemolab.kernels.gpu.write_table import write_table_torch
 from nemolab.kernels.mamba_step import mamba_step_torch
 from nemolab.kernels.matvec import ADD, F16, F32, FP8, NVFP4, PLAIN, RELU2, Packed, matvec_torch
 from nemolab.kernels.rms_norm import rms_norm_torch
@@ -33,10 +36,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, y: torch.Tensor)
     y.copy_(rms_norm_torch(x, weight, eps))
 
 
-def linear_prompt(packed: Packed, x: torch.Tensor, y: torch.Tensor, mode: int = PLAIN) -> None:
+def linear_prompt(packed: Packed, x: torch.Tensor, y: torch.Tensor, mode: int = PLAIN, rows=None) -> None:
     code, (weight, scales, bias) = int(packed.table[0]), packed.keep
+    mine = slice(*(rows or (0, packed.rows)))
+    weight, bias = weight.view(packed.rows, -1)[mine], None if bias is None else bias[mine]
     if code in (FP8, NVFP4):
-        weight = decode_bf16_torch(weight.view(packed.rows, -1), scales)
+        weight = decode_bf16_torch(weight, None if scales is None else scales[mine])
     product = x.float() @ weight.float().T
     if code not in (F16, F32):
         product *= float(packed.scale)
@@ -85,37 +90,69 @@ class ExpertStep:
         self.all_ranks = torch.arange(top_k, dtype=torch.int32)
         self._layout = BlockLayout("neuron", inter, width)
 
-    def launch(self, up, down, ids, scales_2, x, *, amount=ROWS, first=0, count=None, ranks=None) -> None:
-        ranks = self.all_ranks if ranks is None else ranks
-        for rank in ranks.tolist()[first : None if count is None else first + count]:
-            up_at, down_at = (int(table[int(index[rank])]) for table, index in (up, down))
-            if up_at and down_at:
-                planes = (*self._planes(up_at)[:2], *self._planes(down_at)[2:])
-                partial, self.active[rank] = expert_step_torch(planes, scales_2[int(ids[rank])], x, amount)
-                # As the kernel leaves it: output 8 * w + p at p * X/8 + w, in units that `combine` takes back.
-                self.partial[rank] = partial.unflatten(1, (-1, 8)).transpose(1, 2).flatten(1) / _DOWN_UNIT
+    def bind(self, up, down, ids, scales_2, x, ranks=None) -> BoundStep:
+        return BoundStep(self, up, down, ids, scales_2, x, self.all_ranks if ranks is None else ranks)
+
+    def compute(self, rank: int, up_at: int, down_at: int, scales_2, x, amount: int) -> None:
+        planes = (*self._planes(up_at)[:2], *self._planes(down_at)[2:])
+        partial, self.active[rank] = expert_step_torch(planes, scales_2, x, amount)
+        # As the kernel leaves it: output 8 * w + p at p * X/8 + w, in units that `Combine` takes back.
+        self.partial[rank] = partial.unflatten(1, (-1, 8)).transpose(1, 2).flatten(1) / _DOWN_UNIT
 
     def _planes(self, address: int) -> list[torch.Tensor]:
         return [torch.from_numpy(plane) for plane in _views(self._layout, address)]
 
 
-def combine(partial, weights, ids, scales_2, out) -> None:
-    out.copy_(combine_torch(partial, weights, ids, scales_2))
+class BoundStep:
+    def __init__(self, step: ExpertStep, up, down, ids, scales_2, x, ranks):
+        self._step, self._tables, self._ids, self._scales_2, self._x = step, (up, down), ids, scales_2, x
+        self._ranks = ranks
+
+    def launch(self, *, amount=ROWS, first=0, count=None, post=None) -> None:
+        for rank in self._ranks.tolist()[first : None if count is None else first + count]:
+            expert = int(self._ids[rank])
+            if post is not None:
+                ctypes.c_int32.from_address(post + 4 * rank).value = expert
+            up_at, down_at = (int(table[int(index[rank])]) for table, index in self._tables)
+            if up_at and down_at:
+                self._step.compute(rank, up_at, down_at, self._scales_2[expert], self._x, amount)
 
 
-def expert_prompt(addresses, inter, scales_2, starts, pairs, most, top_k, x, h, results) -> None:
-    layout = BlockLayout("neuron", inter, x.shape[1])
-    starts = starts.tolist()
-    for place, address in enumerate(addresses.tolist()):
-        mine = slice(starts[place], starts[place + 1])
+class Combine:
+    def __init__(self, ranks: int, parts: int, width: int):
+        pass
+
+    def bind(self, partial, weights, ids, scales_2, out) -> Callable[[], None]:
+        return lambda: out.copy_(combine_torch(partial, weights, ids, scales_2))
+
+
+class WriteTable:
+    def __init__(self, table: torch.Tensor):
+        self._table = table.view(-1)
+
+    def launch(self, pairs: int, count: int) -> None:
+        told = np.ctypeslib.as_array((ctypes.c_int64 * (2 * count)).from_address(pairs)).reshape(count, 2)
+        write_table_torch(self._table, torch.from_numpy(told))
+
+
+def expert_prompt(addresses, ids, inter, scales_2, starts, pairs, stretch, most, top_k, x, h, results) -> None:
+    layout, (begin, end) = BlockLayout("neuron", inter, x.shape[1]), stretch
+    for address, expert in zip(addresses.tolist(), ids.tolist(), strict=True):
+        first, last = max(begin, int(starts[expert])), min(end, int(starts[expert + 1]))
+        if first >= last:
+            continue
         up_values, up_scales, down_values, down_scales = _views(layout, address)
         up = decode_bf16_torch(torch.from_numpy(up_values), torch.from_numpy(up_scales)).float()
         # Down's codes of neighbouring outputs share a byte and a group's scales lie one an output.
         codes = decode_bf16_torch(torch.from_numpy(down_values), torch.full((inter, x.shape[1] // GROUP), 0x38).byte())
         scales = torch.from_numpy(down_scales).view(torch.float8_e4m3fn).float().repeat_interleave(GROUP, 0)
-        heights = torch.relu(scales_2[place, 0] * (x[pairs[mine].long() // top_k].float() @ up.T)).square().bfloat16()
-        h[mine.start - starts[0] : mine.stop - starts[0]] = heights
-        results[pairs[mine].long()] = scales_2[place, 1] * (heights.float() @ (codes.float() * scales))
+        tokens, rows = pairs[first:last].long() // top_k, slice(first - begin, last - begin)
+        h[rows] = torch.relu(scales_2[expert, 0] * (x[tokens].float() @ up.T)).square().bfloat16()
+        results[rows] = scales_2[expert, 1] * (h[rows].float() @ (codes.float() * scales))
+
+
+def add_experts(results, stretch, places, shares, out) -> None:
+    add_experts_torch(results, stretch, places, shares, out)
 
 
 def _views(layout: BlockLayout, address: int):

@@ -1,0 +1,66 @@
+"""Small page-locked memory that the card reads and writes while the CPU looks at it, and waiting for what it tells."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+import weakref
+
+import numpy as np
+
+from nemolab.errors import EngineError
+from nemolab.store.arena import Arena
+from nemolab.store.direct_io import address
+from nemolab.store.page_lock import Locker, PageLock
+from nemolab.units import show_bytes, whole_pages
+
+UNKNOWN = -1  # in the place of an id that the card has not told yet
+_TIMEOUT_S = 60.0
+# Releases the interpreter for the threads that read from disk. time.sleep(0) does too, and takes 50 us.
+_LOOKS = 64  # at a choice that is about to come, between letting others run: some 10 us
+_let_others_run = ctypes.CDLL(None).sched_yield
+
+
+class PinnedArray:
+    """A page-locked numpy array, zeros at first, that the card reads and writes under `.address`.
+
+    Forgotten instead of closed, as by a constructor that fails, it is unlocked all the same.
+    Raises EngineError where the driver does not lock it.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype, locker: Locker):
+        self.nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        pages = whole_pages(max(1, self.nbytes))
+        arena = Arena(1, pages)
+        row = arena.rows[0]
+        lock = PageLock(address(row), pages, pages, locker)
+        problem = lock.grow(pages)
+        if problem is not None:
+            raise EngineError(f"{show_bytes(self.nbytes)} that card and CPU share: {problem}")
+        self.array = row[: self.nbytes].view(dtype).reshape(shape)
+        self.address = address(row)
+        self._close = weakref.finalize(self, _unlock, lock, arena)
+        self._close.atexit = False  # by then the driver may be gone, and with the process all of it goes
+
+    def close(self) -> None:
+        """Once nothing on the card uses it. Closing twice is fine."""
+        self.array = None
+        self._close()
+
+
+def _unlock(lock: PageLock, arena: Arena) -> None:
+    lock.close()
+    arena.close()
+
+
+def wait_for_ids(told: np.ndarray, timeout_s: float = _TIMEOUT_S) -> bool:
+    """Look at int32 [n] that somebody else writes until nothing is negative. False: it took too long."""
+    view, looks, deadline = memoryview(told), 0, time.monotonic() + timeout_s
+    # The first and the last word come first: looking at one takes a twentieth of what numpy takes for all.
+    while view[0] < 0 or view[-1] < 0 or told.min() < 0:
+        looks += 1
+        if looks % _LOOKS == 0:
+            _let_others_run()
+            if time.monotonic() > deadline:
+                return False
+    return True
