@@ -1,5 +1,7 @@
 """Prompts on a card, against the plain twins: decoding to BF16, dense products, routed experts from a ring."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -63,14 +65,14 @@ def test_wrong_sizes_are_refused(device):
         decode(device, torch.zeros(3, 5, dtype=torch.uint8), None)
 
 
-def linear(device, packed, x, y, mode, piece_bytes):
+def linear(device, packed, x, y, mode, piece_bytes, rows=None):
     from nemolab.kernels.gpu.linear_prompt import linear_prompt
 
     weight, scales, bias = (None if t is None else t.to(device) for t in packed.keep)
     name = next(name for name, code in FORMATS.items() if code == packed.table[0])
     there = pack(name, packed.rows, packed.columns, weight, scales, float(packed.scale), bias)
     out = y.to(device, copy=True)
-    linear_prompt(there, x.to(device), out, mode, piece_bytes)
+    linear_prompt(there, x.to(device), out, mode, rows, piece_bytes)
     return out.cpu()
 
 
@@ -87,6 +89,20 @@ def test_prompt_product_equals_its_twin(device, format, mode):
     for piece_bytes in (2**20, 16 * 256 * 2):
         found = linear(device, packed, x, y, mode, piece_bytes)
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@on_both
+@pytest.mark.parametrize("format", FORMATS)
+def test_some_rows_of_a_matrix_have_the_products_that_all_have(device, format):
+    packed, x = stored(format, 40, 256), random(5, 256).bfloat16()
+    y = torch.full((5, 40), torch.nan)
+    wanted, there = linear(device, packed, x, y, RELU2, 2**20), []
+    for rows in ((0, 8), (8, 39), (39, 40)):
+        there.append(linear(device, packed, x, y[:, slice(*rows)].contiguous(), RELU2, 2**20, rows))
+    torch.testing.assert_close(torch.cat(there, 1), wanted, rtol=1e-5, atol=1e-5)
+    for rows in ((0, 41), (3, 3)):
+        with pytest.raises(EngineError, match="rows"):
+            linear(device, packed, x, y, PLAIN, 2**20, rows)
 
 
 @pytest.mark.gpu
@@ -121,34 +137,44 @@ def expert_blocks(count, inter, width, seed=0):
     return form, torch.from_numpy(blocks), scales_2
 
 
-def prompt_of_experts(device, counts, inter, width, tokens, top_k):
-    """(found, wanted): `results` of a batch whose experts have these numbers of pairs; the rest stays NaN."""
+def prompt_of_experts(device, counts, inter, width, tokens, top_k, cut=None):
+    """(found, wanted): `results` of experts with these numbers of pairs, computed in two stretches cut at this place.
+
+    The experts are every other one of a model, before them are three pairs of another. Rows never written stay NaN.
+    """
     from nemolab.kernels.gpu.expert_prompt import expert_prompt
 
     form, blocks, scales_2 = expert_blocks(len(counts), inter, width)
     pairs = torch.randperm(tokens * top_k, generator=torch.Generator().manual_seed(1))[: sum(counts) + 3]
     assert pairs.numel() == sum(counts) + 3
-    starts = torch.tensor([3, *counts]).cumsum(0)
     x = (random(tokens, width) / 2).bfloat16()
     wanted = poisoned(tokens * top_k, width, device="cpu")
+    bounds = torch.tensor([3, *counts]).cumsum(0)
     expert_prompt_torch(
-        list(blocks.numpy()), form.views, "neuron", scales_2, starts.tolist(), pairs, top_k, x.float(), wanted
+        list(blocks.numpy()), form.views, "neuron", scales_2, bounds.tolist(), pairs, top_k, x.float(), wanted
     )
-    there, found = blocks.to(device), poisoned(tokens * top_k, width, device=device)
+    ids = 1 + 2 * torch.arange(len(counts))
+    starts = torch.cat([torch.tensor([0, 3]), bounds[1:].repeat_interleave(2)])
+    all_scales = torch.full((2 * len(counts) + 1, 2), torch.nan).index_copy_(0, ids, scales_2)
+    there, found = blocks.to(device), poisoned(sum(counts), width, device=device)
     addresses = there.data_ptr() + form.block_bytes * torch.arange(len(counts))
-    expert_prompt(
-        addresses.to(device), inter, scales_2.to(device), starts.int().to(device), pairs.int().to(device),
-        max(counts), top_k, x.to(device), poisoned(sum(counts), inter, device=device, dtype=torch.bfloat16), found,
-    )  # fmt: skip
-    return found.cpu(), wanted
+    cut, end = 3 + (sum(counts) if cut is None else cut), 3 + sum(counts)
+    for stretch in ((3, cut), (cut, end)):
+        places = slice(stretch[0] - 3, stretch[1] - 3)
+        count = stretch[1] - stretch[0]
+        most = min(max(counts), count)
+        expert_prompt(
+            addresses.to(device), ids.int().to(device), inter, all_scales.to(device), starts.int().to(device),
+            pairs.int().to(device), stretch, most, top_k, x.to(device),
+            poisoned(count, inter, device=device, dtype=torch.bfloat16), found[places],
+        )  # fmt: skip
+    return found.cpu(), wanted[pairs[3:]]
 
 
 def check_prompt(found, wanted):
     """Two roundings to BF16 (of h, cut off in the interpreter) between them: 2^-8 of the size of a row's values."""
-    assert torch.equal(found.isnan(), wanted.isnan())
-    there = ~wanted.isnan().any(1)
-    assert there.any()
-    error = (found[there] - wanted[there]).norm(dim=1) / wanted[there].norm(dim=1).clamp(min=1e-6)
+    assert found.shape == wanted.shape and not wanted.isnan().any() and not found.isnan().any()
+    error = (found - wanted).norm(dim=1) / wanted.norm(dim=1).clamp(min=1e-6)
     assert error.max() < 0.008, f"a row is off by {error.max():.4f} of its size"
 
 
@@ -156,6 +182,12 @@ def check_prompt(found, wanted):
 def test_experts_on_a_prompt_equal_their_twin(device):
     """Experts without tokens, with one, with more than a tile holds; sizes that are no multiples of a tile."""
     check_prompt(*prompt_of_experts(device, [0, 1, 67, 5], 48, 80, tokens=30, top_k=3))
+
+
+@on_both
+def test_experts_have_the_same_bits_wherever_their_pairs_are_cut(device):
+    found = [prompt_of_experts(device, [9, 0, 20], 32, 48, tokens=20, top_k=2, cut=cut)[0] for cut in (None, 9, 17)]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 @on_both
@@ -178,5 +210,61 @@ def test_experts_have_the_same_bits_in_any_batch():
     """A pair's row does not depend on the experts and pairs it goes with."""
     few, _ = prompt_of_experts("cuda", [40], 256, 128, tokens=64, top_k=6)
     many, _ = prompt_of_experts("cuda", [40, 70, 90], 256, 128, tokens=64, top_k=6)
-    rows = ~few.isnan().any(1)
-    assert rows.sum() == 40 and torch.equal(few[rows], many[rows])
+    assert torch.equal(few, many[:40])
+
+
+def sums_of_experts(device, results, places, shares, out, cuts):
+    """`out` after adding the results of all places, cut into stretches there."""
+    from nemolab.kernels.gpu.add_experts import add_experts
+
+    out = out.to(device, copy=True)
+    for begin, end in pairwise((0, *cuts, len(results))):
+        there = poisoned(end - begin + 2, results.shape[1], device=device)
+        there[: end - begin] = results[begin:end].to(device)
+        add_experts(there, (begin, end), places.int().to(device), shares.to(device), out)
+    return out.cpu()
+
+
+def places_of_experts(tokens=9, top_k=3, width=80):
+    generator = torch.Generator().manual_seed(2)
+    places = torch.randperm(tokens * top_k, generator=generator).view(tokens, top_k).sort(1)[0]
+    results, out = random(tokens * top_k, width, seed=3), random(tokens, width, seed=4)
+    return results, places, torch.rand(tokens * top_k, generator=generator), out
+
+
+@on_both
+def test_experts_are_added_up_as_by_their_twin(device):
+    from nemolab.kernels.gpu.add_experts import add_experts_torch
+
+    results, places, shares, out = places_of_experts()
+    wanted = out.clone()
+    add_experts_torch(results, (0, len(results)), places, shares, wanted)
+    exact = out.double() + (results.double() * shares[:, None])[places].sum(1)
+    torch.testing.assert_close(wanted.double(), exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sums_of_experts(device, results, places, shares, out, ()), wanted, rtol=1e-6, atol=1e-6)
+
+
+@on_both
+def test_sums_of_experts_have_the_same_bits_wherever_pairs_are_cut(device):
+    case = places_of_experts()
+    whole = sums_of_experts(device, *case, ())
+    for cuts in ((13,), (1, 2, 20), range(1, 27)):
+        assert torch.equal(sums_of_experts(device, *case, cuts), whole)
+
+
+@on_both
+def test_another_order_of_experts_shows_in_the_bits(device):
+    results, places, shares, out = places_of_experts()
+    there = sums_of_experts(device, results, places, shares, out, ())
+    assert not torch.equal(
+        sums_of_experts(device, results.flip(0), (26 - places).flip(1), shares.flip(0), out, ()), there
+    )
+
+
+@on_both
+def test_stretches_that_do_not_fit_are_refused(device):
+    results, places, shares, out = places_of_experts()
+    with pytest.raises(EngineError, match="places 0 to 30 of 27"):
+        sums_of_experts(device, random(30, 80), places, shares, out, ())
+    with pytest.raises(EngineError, match=r"shares is torch\.float32 \[26\]"):
+        sums_of_experts(device, results, places, shares[1:], out, ())

@@ -13,7 +13,7 @@ _MATVEC = {
     "places": "i32:16",
 }  # fmt: skip
 _PLAIN = {"MODE": 0, "BIAS": False, "ROWS": 8, "PLACES": 128, "STAGES": 1}
-_EXPERTS = {"addresses": "*i64", "scales_2": "*fp32", "starts": "*i32", "pairs": "*i32"}
+_EXPERTS = {"addresses": "*i64", "ids": "*i32", "scales_2": "*fp32", "starts": "*i32", "begin": "i32", "end": "i32"}
 _SIZES = {"inter": "i32:16", "width": "i32:16"}
 
 # (file, kernel, types of its arguments, its constants at Super's sizes, warps); CARD is filled in for each card.
@@ -82,12 +82,19 @@ CASES = {
         {"NVFP4": False, "PLACES": 512}, 4,
     ),
     "prompt up": (
-        "expert_prompt", "_up_kernel", _EXPERTS | {"top_k": "i32", "x": "*bf16", "h": "*bf16"} | _SIZES,
+        "expert_prompt", "_up_kernel",
+        _EXPERTS | {"pairs": "*i32", "top_k": "i32", "x": "*bf16", "h": "*bf16"} | _SIZES,
         {"TOKENS": 64, "NEURONS": 64, "K": 64}, 4,
     ),
     "prompt down": (
         "expert_prompt", "_down_kernel", _EXPERTS | {"h": "*bf16", "results": "*fp32"} | _SIZES,
         {"TOKENS": 64, "OUTPUTS": 128, "K": 64}, 4,
+    ),
+    "add experts": (
+        "add_experts", "_add_kernel",
+        {name: "*fp32" for name in ("results", "shares", "out")}
+        | {"places": "*i32", "begin": "i32", "end": "i32", "width": "i32:16"},
+        {"K": 22, "BLOCK": 1024}, 4,
     ),
     "expert step": (
         "expert_step", "_expert_kernel",

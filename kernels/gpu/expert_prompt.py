@@ -1,19 +1,21 @@
 """Routed experts on the tokens of a prompt, on the card, from a ring of NVFP4 blocks.
 
-    results[pair] = scale_2_down * down(relu(scale_2_up * up(x[pair // top_k]))^2)   for the pairs of a batch of experts
+    results[place - begin] = scale_2_down * down(relu(scale_2_up * up(x[pairs[place] // top_k]))^2)
 
-    x        bfloat16 [tokens, X]; results float32 [tokens * top_k, X], the batch's rows are written
+for the places begin to end: pairs (of a token and a rank) lie expert by expert, so these are a stretch of them.
+
+    x        bfloat16 [tokens, X]; results float32 [end - begin, X]
     blocks   layout `neuron`, X and I multiples of 16; an address each, of memory on the card: a block is read once
              for every TOKENS, 64 or 128, of its tokens (later out of the cache), so it should cross the bus before
 
-Two launches, with h (the activations, bfloat16 [pairs of the batch, I]) between them. A block's values are decoded to
-BF16 tiles as code * scale, exactly (two significant bits times four); sums are float32, and the matrices' scales
-multiply those. Rounded to BF16 are x and h, nothing else.
+Two launches, with h (the activations, bfloat16 [end - begin, I]) between them. A block's values are decoded to BF16
+tiles as code * scale, exactly (two significant bits times four); sums are float32, and the matrices' scales multiply
+those. Rounded to BF16 are x and h, nothing else.
 Traffic: the blocks; 2 * X bytes a pair and I/NEURONS, 2 * I bytes a pair written and read, 4 * X bytes a pair written.
 From a few dozen tokens an expert on the matrix units bound it, below that decoding does: 4 instructions a weight.
 
 A pair's sums run over columns (neurons) in steps of K, in the order of the card's matrix unit; they do not depend on
-which pairs or experts go together.
+which pairs or experts go together, nor on where a stretch is cut.
 """
 
 from __future__ import annotations
@@ -48,19 +50,20 @@ def _add_product(a, b, sums, CARD: tl.constexpr):
         return tl.dot(a, b, sums)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["begin", "end"], do_not_specialize_on_alignment=["addresses", "ids"])
 def _up_kernel(
-    addresses, scales_2, starts, pairs, top_k, x, h, inter, width,
+    addresses, ids, scales_2, starts, pairs, begin, end, top_k, x, h, inter, width,
     TOKENS: tl.constexpr, NEURONS: tl.constexpr, K: tl.constexpr, CARD: tl.constexpr,
 ):  # fmt: skip
     # grid: (cdiv(I, NEURONS), cdiv(most pairs of an expert, TOKENS), experts)
-    expert = tl.program_id(2)
-    begin, end = tl.load(starts + expert), tl.load(starts + expert + 1)
-    place = begin + tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    if begin + tl.program_id(1) * TOKENS < end:
-        values = tl.load(addresses + expert).to(tl.pointer_type(tl.uint8))
+    expert = tl.load(ids + tl.program_id(2))
+    mine = tl.maximum(tl.load(starts + expert), begin) + tl.program_id(1) * TOKENS
+    last = tl.minimum(tl.load(starts + expert + 1), end)
+    if mine < last:
+        place = mine + tl.arange(0, TOKENS)
+        values = tl.load(addresses + tl.program_id(2)).to(tl.pointer_type(tl.uint8))
         scales = values + inter.to(tl.int64) * (width // 2)
-        here = place < end
+        here = place < last
         token = tl.load(pairs + place, mask=here, other=0) // top_k
         neuron = tl.program_id(0) * NEURONS + tl.arange(0, NEURONS)
         in_inter = neuron < inter
@@ -80,26 +83,27 @@ def _up_kernel(
             sums = _add_product(w, tokens, sums, CARD)
         sums *= tl.load(scales_2 + 2 * expert)
         sums = tl.where(sums <= 0, 0.0, sums * sums)
-        row = (place - tl.load(starts)).to(tl.int64)
+        row = (place - begin).to(tl.int64)
         at = h + row[None, :] * inter + neuron[:, None]
         tl.store(at, sums.to(tl.bfloat16), mask=here[None, :] & in_inter[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["begin", "end"], do_not_specialize_on_alignment=["addresses", "ids"])
 def _down_kernel(
-    addresses, scales_2, starts, pairs, h, results, inter, width,
+    addresses, ids, scales_2, starts, begin, end, h, results, inter, width,
     TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, K: tl.constexpr, CARD: tl.constexpr,
 ):  # fmt: skip
     # grid: (cdiv(X, OUTPUTS), cdiv(most pairs of an expert, TOKENS), experts)
-    expert = tl.program_id(2)
-    begin, end = tl.load(starts + expert), tl.load(starts + expert + 1)
-    place = begin + tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    if begin + tl.program_id(1) * TOKENS < end:
+    expert = tl.load(ids + tl.program_id(2))
+    mine = tl.maximum(tl.load(starts + expert), begin) + tl.program_id(1) * TOKENS
+    last = tl.minimum(tl.load(starts + expert + 1), end)
+    if mine < last:
+        place = mine + tl.arange(0, TOKENS)
         plane = inter.to(tl.int64) * (width // 2)
-        values = tl.load(addresses + expert).to(tl.pointer_type(tl.uint8)) + plane + plane // 8
+        values = tl.load(addresses + tl.program_id(2)).to(tl.pointer_type(tl.uint8)) + plane + plane // 8
         scales = values + plane
-        here = place < end
-        row = (place - tl.load(starts)).to(tl.int64)
+        here = place < last
+        row = (place - begin).to(tl.int64)
         byte = tl.program_id(0) * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2)
         in_width = byte < width // 2
         even = tl.zeros([TOKENS, OUTPUTS // 2], tl.float32)
@@ -118,8 +122,7 @@ def _down_kernel(
             even = _add_product(heights, low, even, CARD)
             odd = _add_product(heights, high, odd, CARD)
         factor = tl.load(scales_2 + 2 * expert + 1)
-        pair = tl.load(pairs + place, mask=here, other=0).to(tl.int64)
-        at = results + pair[:, None] * width + 2 * byte[None, :]
+        at = results + row[:, None] * width + 2 * byte[None, :]
         mask = here[:, None] & in_width[None, :]
         tl.store(at, even * factor, mask=mask)
         tl.store(at + 1, odd * factor, mask=mask)
@@ -127,35 +130,40 @@ def _down_kernel(
 
 def expert_prompt(
     addresses: torch.Tensor,
+    ids: torch.Tensor,
     inter: int,
     scales_2: torch.Tensor,
     starts: torch.Tensor,
     pairs: torch.Tensor,
+    stretch: tuple[int, int],
     most: int,
     top_k: int,
     x: torch.Tensor,
     h: torch.Tensor,
     results: torch.Tensor,
 ) -> None:
-    """One batch of experts on all their tokens; nothing waits for the card.
+    """A few experts on those of their tokens that lie in a stretch of pairs; nothing waits for the card.
 
-    addresses  int64 [B] of blocks in layout `neuron` on the card; scales_2 float32 [B, 2]
-    starts     int32 [B + 1]: pairs[starts[b] : starts[b + 1]] belong to expert b
+    addresses  int64 [B] of blocks in layout `neuron` on the card; ids int32 [B], which experts they are
+    scales_2   float32 [E, 2] of all experts
+    starts     int32 [E + 1]: pairs[starts[e] : starts[e + 1]] belong to expert e
     pairs      int32: token * top_k + rank
-    most       the largest number of pairs of one expert, which the host knows: the launch's size
-    x          bfloat16 [tokens, X]; results float32 [tokens * top_k, X]
-    h          bfloat16 scratch [pairs of the batch or more, I]
+    stretch    (begin, end): places in `pairs`, all of them of these experts
+    most       the largest number of pairs of one expert in it, which the host knows: the launch's size
+    x          bfloat16 [tokens, X]
+    h, results  bfloat16 [end - begin or more, I], scratch, and float32 [end - begin or more, X], written by place
     Raises EngineError where sizes, types or devices do not fit.
     """
-    experts, width = addresses.shape[0], x.shape[1]
+    (begin, end), experts, width = stretch, addresses.shape[0], x.shape[1]
     wanted = {
         "addresses": (addresses, torch.int64, (experts,)),
-        "scales_2": (scales_2, torch.float32, (experts, 2)),
-        "starts": (starts, torch.int32, (experts + 1,)),
+        "ids": (ids, torch.int32, (experts,)),
+        "scales_2": (scales_2, torch.float32, (starts.shape[0] - 1, 2)),
+        "starts": (starts, torch.int32, (starts.numel(),)),
         "pairs": (pairs, torch.int32, (pairs.numel(),)),
         "x": (x, torch.bfloat16, (x.shape[0], width)),
         "h": (h, torch.bfloat16, (h.shape[0], inter)),
-        "results": (results, torch.float32, (x.shape[0] * top_k, width)),
+        "results": (results, torch.float32, (results.shape[0], width)),
     }
     for name, (tensor, dtype, shape) in wanted.items():
         fits = tensor.dtype == dtype and tensor.is_contiguous() and tensor.device == x.device
@@ -164,18 +172,22 @@ def expert_prompt(
                 f"experts on a prompt: {name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}; contiguous "
                 f"{dtype} {list(shape)} on {x.device} is needed"
             )
-    if inter % GROUP or width % GROUP or not 0 <= most <= h.shape[0]:
-        raise EngineError(f"experts [{inter}, {width}] with up to {most} pairs and scratch for {h.shape[0]}")
+    held, count = min(h.shape[0], results.shape[0]), end - begin
+    if inter % GROUP or width % GROUP or not 0 <= most <= count <= held or not 0 <= begin <= end <= pairs.numel():
+        raise EngineError(
+            f"experts [{inter}, {width}] with up to {most} of the pairs {begin} to {end}; there are {pairs.numel()}, "
+            f"and scratch for {held}"
+        )
     if not most or not experts:
         return
     # A tile is decoded for so many tokens at once; both sizes go through the same instructions, to the same bits.
     tokens = 64 if most <= 64 else 128
     card, tiles = card_of(x.device), triton.cdiv(most, tokens)
     _up_kernel[(triton.cdiv(inter, _NEURONS), tiles, experts)](
-        addresses, scales_2, starts, pairs, top_k, x, h, inter, width,
+        addresses, ids, scales_2, starts, pairs, begin, end, top_k, x, h, inter, width,
         TOKENS=tokens, NEURONS=_NEURONS, K=_K, CARD=card, num_warps=4,
     )  # fmt: skip
     _down_kernel[(triton.cdiv(width, _OUTPUTS), tiles, experts)](
-        addresses, scales_2, starts, pairs, h, results, inter, width,
+        addresses, ids, scales_2, starts, begin, end, h, results, inter, width,
         TOKENS=tokens, OUTPUTS=_OUTPUTS, K=_K, CARD=card, num_warps=tokens // 16,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from nemolab.errors import EngineError
 from nemolab.kernels.gpu.decode_bf16 import decode_bf16
 from nemolab.kernels.matvec import ADD, BF16, F16, F32, NVFP4, PLAIN, RELU2, Packed, matvec_torch
 
-PIECE_BYTES = 64 * 2**20  # BF16 bytes of a matrix decoded at once
+PIECE_BYTES = 32 * 2**20  # BF16 bytes of a matrix decoded at once
 
 
 def linear_prompt_torch(packed: Packed, x: torch.Tensor, y: torch.Tensor | None = None, mode: int = PLAIN):
@@ -26,40 +26,49 @@ def linear_prompt_torch(packed: Packed, x: torch.Tensor, y: torch.Tensor | None 
 
 
 def linear_prompt(
-    packed: Packed, x: torch.Tensor, y: torch.Tensor, mode: int = PLAIN, piece_bytes: int = PIECE_BYTES
+    packed: Packed,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    mode: int = PLAIN,
+    rows: tuple[int, int] | None = None,
+    piece_bytes: int = PIECE_BYTES,
 ) -> None:
     """y = x W^T (PLAIN), y += x W^T (ADD) or y = relu(x W^T)^2 (RELU2); see the file's contract.
 
+    rows  first and last + 1 of those rows of the matrix that are multiplied (None: all): y has as many columns
     Raises EngineError for other sizes, types or devices.
     """
-    code, rows, columns = int(packed.table[0]), packed.rows, packed.columns
+    code, columns = int(packed.table[0]), packed.columns
+    first, last = rows or (0, packed.rows)
     weight, scales, bias = packed.keep
     fits = x.dtype == torch.bfloat16 and y.dtype == torch.float32 and y.is_contiguous()
-    if tuple(x.shape) != (x.shape[0], columns) or tuple(y.shape) != (x.shape[0], rows) or not fits:
+    fits = fits and 0 <= first < last <= packed.rows
+    if tuple(x.shape) != (x.shape[0], columns) or tuple(y.shape) != (x.shape[0], last - first) or not fits:
         raise EngineError(
-            f"a matrix [{rows}, {columns}] on {x.dtype} {list(x.shape)} into {y.dtype} {list(y.shape)}; bfloat16 "
-            f"[tokens, {columns}] into contiguous float32 [tokens, {rows}] is needed"
+            f"rows {first} to {last} of a matrix [{packed.rows}, {columns}] on {x.dtype} {list(x.shape)} into "
+            f"{y.dtype} {list(y.shape)}; needed are bfloat16 [tokens, {columns}] and contiguous float32 [tokens, "
+            f"{last - first}]"
         )
     if not x.device == y.device == weight.device:
         raise EngineError(f"a matrix on {weight.device}, its input on {x.device}, its output on {y.device}")
-    step = rows if code in (BF16, F16, F32) else max(1, piece_bytes // (2 * columns))
-    buffer = None if step == rows and code == BF16 else torch.empty(
-        min(step, rows) * columns, dtype=torch.bfloat16, device=x.device
+    step = last - first if code in (BF16, F16, F32) else max(1, piece_bytes // (2 * columns))
+    buffer = None if code in (BF16, F16, F32) else torch.empty(
+        min(step, last - first) * columns, dtype=torch.bfloat16, device=x.device
     )  # fmt: skip
-    for start in range(0, rows, step):
-        stop = min(start + step, rows)
-        piece = y[:, start:stop]
+    for start in range(first, last, step):
+        stop = min(start + step, last)
+        piece = y[:, start - first : stop - first]
         if code in (F16, F32):
-            product = x.float() @ weight.float().T
+            product = x.float() @ weight[start:stop].float().T
             piece.copy_(product + piece if mode == ADD else product)
         else:
-            decoded = weight
+            decoded = weight[start:stop]
             if code != BF16:
                 decoded = buffer[: (stop - start) * columns].view(stop - start, columns)
                 decode_bf16(weight[start:stop], scales[start:stop] if code == NVFP4 else None, decoded)
             _multiply(x, decoded, float(packed.scale), piece, mode == ADD)
     if bias is not None:
-        y += bias
+        y += bias[first:last]
     if mode == RELU2:
         # Where y is negative the product is exactly zero; NaN stays.
         y.clamp_(min=0).square_()

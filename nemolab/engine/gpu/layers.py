@@ -9,13 +9,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from nemolab.engine.gpu.mamba_scan import scan
 from nemolab.engine.gpu.state import MambaState
 from nemolab.engine.gpu.weights import CardWeights
-from nemolab.engine.mamba import scan
 from nemolab.kernels.mamba_step import gated_rms_norm_torch
 from nemolab.kernels.matvec import ADD, RELU2
 
 PIECE_TOKENS = 1024  # tokens projected at once: these outputs are the widest activations of the model
+GATED_TOKENS = 128  # tokens gated and normed at once, which takes several times their memory
 
 
 class Norm:
@@ -73,30 +74,41 @@ class MambaLayer:
     def prompt(self, x: torch.Tensor, state: MambaState) -> None:
         """x float32 [tokens, hidden] plus the mixer's output, in place; the state moves on by these tokens."""
         for piece in x.split(PIECE_TOKENS):
-            y = self._mix(self.in_proj.apply(self.norm.new(piece)), state)
-            self.out_proj.apply(y.bfloat16(), piece, ADD)
+            h = self.norm.new(piece)
+            y = self._mix(h, state)
+            # The gate is the first part of in_proj, and is not needed before: so it is not held meanwhile.
+            gate = self.in_proj.apply(h, rows=(0, self.inner))
+            mixed = torch.empty(gate.shape, dtype=torch.bfloat16, device=gate.device)
+            for parts in zip(*(t.split(GATED_TOKENS) for t in (y, gate, mixed)), strict=True):
+                parts[2].copy_(gated_rms_norm_torch(*parts[:2], self.gated_norm, self.groups, self.eps))
+            del y, gate
+            self.out_proj.apply(mixed, piece, ADD)
 
-    def _mix(self, projected: torch.Tensor, state: MambaState) -> torch.Tensor:
-        tokens, taps = projected.shape[0], self.conv.shape[1]
-        gate, conv_in, dt = projected.split([self.inner, self.conv_dim, self.heads], dim=-1)
-        padded = torch.cat([state.conv.T, conv_in])
+    def _mix(self, h: torch.Tensor, state: MambaState) -> torch.Tensor:
+        """The scan's output before the gate, float32 [tokens, inner], for h bfloat16 [tokens, hidden]."""
+        tokens, taps, end = h.shape[0], self.conv.shape[1], self.inner + self.conv_dim
+        padded = torch.empty(taps - 1 + tokens, self.conv_dim, device=h.device)
+        padded[: taps - 1] = state.conv.T
+        self.in_proj.apply(h, padded[taps - 1 :], rows=(self.inner, end))
         state.conv.copy_(padded[tokens:].T)
         # Written out: a library's convolution may take shortcuts in precision, and this one is four products.
-        convolved = self.conv_bias + padded[:tokens] * self.conv[:, 0]
+        convolved = torch.addcmul(self.conv_bias, padded[:tokens], self.conv[:, 0])
         for tap in range(1, taps):
             convolved.addcmul_(padded[tap : tap + tokens], self.conv[:, tap])
-        convolved = F.silu(convolved, inplace=True)
+        del padded
+        F.silu(convolved, inplace=True)
         values, b, c = convolved.split([self.inner, *[self.groups * self.state_size] * 2], dim=-1)
+        dt = self.in_proj.apply(h, rows=(end, end + self.heads)) + self.dt_bias
         y = scan(
-            values.reshape(tokens, self.heads, self.head_dim),
-            F.softplus(dt + self.dt_bias).clamp(*self.dt_limit),
+            values.unflatten(1, (self.heads, self.head_dim)),
+            F.softplus(dt).clamp_(*self.dt_limit),
             self.a,
-            b.reshape(tokens, self.groups, self.state_size),
-            c.reshape(tokens, self.groups, self.state_size),
+            b.unflatten(1, (self.groups, self.state_size)),
+            c.unflatten(1, (self.groups, self.state_size)),
             self.d,
             state.ssm,
         )
-        return gated_rms_norm_torch(y.reshape(tokens, self.inner), gate, self.gated_norm, self.groups, self.eps)
+        return y.flatten(1)
 
 
 class Mlp:

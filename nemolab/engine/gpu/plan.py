@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nemolab.engine.attention import QUERY_ROWS, SCORES_BYTES
-from nemolab.engine.gpu.layers import PIECE_TOKENS
-from nemolab.engine.gpu.moe import most_pairs
-from nemolab.engine.gpu.state import state_bytes
+from nemolab.checkpoint.formats import GROUP
+from nemolab.engine.gpu.attention import query_rows
+from nemolab.engine.gpu.layers import GATED_TOKENS, PIECE_TOKENS
+from nemolab.engine.gpu.mamba_scan import scratch_bytes
+from nemolab.engine.gpu.prompt_experts import PAIRS, ring_blocks
+from nemolab.engine.gpu.state import grow_capacity, state_bytes
 from nemolab.engine.gpu.weights import QUANTISED
 from nemolab.errors import EngineError
 from nemolab.units import show_bytes
@@ -15,17 +17,21 @@ from nemolab.units import show_bytes
 # Of a process that computes on a card, beside torch's tensors: the driver's context, kernels, the libraries' own. An
 # H200 had 686 MiB in use beside them.
 CONTEXT_BYTES = 768 * 2**20
-WORKSPACE_BYTES = 96 * 2**20  # a piece of a matrix in BF16, and what cuBLAS takes through torch
-LOGIT_ROWS = 256  # rows of logits on the card at once
+# A piece of a matrix in BF16 (32 MiB), cuBLAS' through torch (32 MiB on Hopper, 8 elsewhere), and what torch rounds up.
+WORKSPACE_BYTES = (32 + 32 + 24) * 2**20
+LOGIT_ROWS = 64  # rows of logits on the card at once
 LONGEST_PASS, SHORTEST_PASS = 8192, 256  # tokens of a prompt that go through the layers at once
+CONVERSATION_TOKENS = 8192  # that the plan has room for; longer ones take what the budget leaves
 
 
 @dataclass(frozen=True)
 class CardPlan:
     """Bytes on a card.
 
-    dense    weights that stay there; experts  slots of a token and a prompt's ring
-    state    of a conversation of `pass_tokens`; prompt  activations of a pass of so many, or its logits if larger
+    dense    weights that stay there
+    experts  a prompt's ring, and what a token's step takes: slots where blocks are copied, sums
+    state    of a conversation of CONVERSATION_TOKENS, whose prompt came in passes
+    prompt   activations of a pass of `pass_tokens`
     budget_bytes  all that may be taken, or None
     context  beside torch's tensors: as a rule CONTEXT_BYTES, more where more was found
     """
@@ -56,11 +62,16 @@ class CardPlan:
         }
 
 
-def plan_card(store, ring: int, budget_bytes: int | None, context_bytes: int = CONTEXT_BYTES) -> CardPlan:
-    """The plan with the longest prompt passes that the budget allows. Raises EngineError with the numbers."""
+def plan_card(
+    store, ring: int, budget_bytes: int | None, context_bytes: int = CONTEXT_BYTES, transfer: str = "pull"
+) -> CardPlan:
+    """The plan with the longest prompt passes that the budget allows. Raises EngineError with the numbers.
+
+    ring  blocks of a bank of the cache's ring; transfer  how a token's experts get there
+    """
     tokens = LONGEST_PASS
     while True:
-        plan = _plan(store, ring, tokens, budget_bytes, context_bytes)
+        plan = _plan(store, ring, tokens, budget_bytes, context_bytes, transfer)
         if budget_bytes is None or plan.total_bytes <= budget_bytes:
             return plan
         if tokens == SHORTEST_PASS:
@@ -68,22 +79,25 @@ def plan_card(store, ring: int, budget_bytes: int | None, context_bytes: int = C
         tokens //= 2
 
 
-def _plan(store, ring: int, tokens: int, budget_bytes: int | None, context_bytes: int) -> CardPlan:
-    config = store.config
+def _plan(store, ring: int, tokens: int, budget_bytes: int | None, context_bytes: int, transfer: str) -> CardPlan:
+    config, capacity = store.config, 0
+    for held in range(tokens, CONVERSATION_TOKENS + 1, tokens):
+        capacity = grow_capacity(capacity, held)
     return CardPlan(
         pass_tokens=tokens,
         dense_bytes=card_dense_bytes(store),
-        experts_bytes=(ring + config.top_k) * store.block_bytes,
-        state_bytes=state_bytes(config, tokens),
+        experts_bytes=ring_blocks(ring) * store.block_bytes + _step_bytes(config, store.expert_shape, transfer),
+        state_bytes=state_bytes(config, capacity),
         prompt_bytes=_prompt_bytes(config, store.expert_shape, tokens),
         budget_bytes=budget_bytes,
         context_bytes=context_bytes,
     )
 
 
-def least_bytes(store, ring: int) -> int:
-    """Of a card's memory, for the shortest passes: no budget below runs."""
-    return _plan(store, ring, SHORTEST_PASS, None, CONTEXT_BYTES).total_bytes
+def least_bytes(store, ring: int, transfer: str = "pull") -> int:
+    """Of a card's memory, with passes of whatever length takes least: no budget below runs."""
+    lengths = [LONGEST_PASS >> halved for halved in range((LONGEST_PASS // SHORTEST_PASS).bit_length())]
+    return min(_plan(store, ring, tokens, None, CONTEXT_BYTES, transfer).total_bytes for tokens in lengths)
 
 
 def host_dense_bytes(store) -> int:
@@ -102,25 +116,47 @@ def card_dense_bytes(store) -> int:
     return total
 
 
-def _prompt_bytes(config, expert_shape: tuple[int, int], tokens: int) -> int:
-    """The most that is held at once in a pass: what all layers keep, and the widest layer."""
+def _step_bytes(config, expert_shape: tuple[int, int], transfer: str) -> int:
+    """Of a token's experts: two banks of slots where they are copied, and sums of each two groups of neurons."""
     inter, width = expert_shape
-    hidden, piece, pairs = config.hidden_size, min(tokens, PIECE_TOKENS), tokens * config.top_k
-    stream, rounded = 4 * hidden * tokens, 2 * hidden * tokens
-    # Of an MoE layer: the choice (scores, keys, a stable sort of them); the latent input; the experts' results.
-    choosing = stream + 40 * config.n_experts * tokens
-    entering = stream + rounded + 6 * width * tokens
-    results = 4 * width * pairs + 4 * width * tokens
-    computing = rounded + 2 * width * tokens + results + 48 * pairs + 2 * inter * min(most_pairs(tokens), pairs)
-    leaving = rounded + 4 * width * tokens + 6 * piece * (width + config.moe_shared_expert_intermediate_size)
-    moe = max(choosing, entering, computing, leaving)
-    inner = config.mamba_num_heads * config.mamba_head_dim
+    up_bytes = inter * width * 9 // 16
+    copied_bytes = {"pull": 0, "rows": up_bytes, "grouped": up_bytes, "whole": 2 * up_bytes}[transfer]
+    return config.top_k * (2 * copied_bytes + 4 * width * -(-inter // (2 * GROUP)))
+
+
+def _prompt_bytes(config, expert_shape: tuple[int, int], tokens: int) -> int:
+    """The most that is held at once in a pass: the residual stream and the widest layer, or its logits."""
+    hidden, piece = config.hidden_size, min(tokens, PIECE_TOKENS)
+    stream, h = 4 * hidden * tokens, 2 * hidden * piece
+    queries = config.num_attention_heads * config.head_dim
+    rows = min(tokens, query_rows(config.num_attention_heads, CONVERSATION_TOKENS))
+    scores = 4 * config.num_attention_heads * CONVERSATION_TOKENS * rows
+    attention = h + 6 * queries * piece + scores + 16 * queries * rows
+    mlp = h + 6 * config.intermediate_size * piece
+    logits = LOGIT_ROWS * (4 * config.vocab_size + 6 * hidden)
+    embeddings = 6 * hidden * piece
+    widest = max(_moe_bytes(config, expert_shape, tokens), _mamba_bytes(config, tokens), attention, mlp, embeddings)
+    return stream + max(widest, logits)
+
+
+def _moe_bytes(config, expert_shape: tuple[int, int], tokens: int) -> int:
+    (inter, width), hidden, pairs = expert_shape, config.hidden_size, tokens * config.top_k
+    piece = min(tokens, PIECE_TOKENS)
+    # The choice: normed tokens, logits, scores, keys and a stable sort of them; then a sort of all pairs.
+    choosing = piece * (4 * hidden + 44 * config.n_experts) + 12 * pairs
+    entering = 2 * width * tokens + piece * (2 * hidden + 4 * width + 6 * config.moe_shared_expert_intermediate_size)
+    computing = 6 * width * tokens + min(PAIRS, pairs) * (2 * inter + 4 * width)
+    leaving = 4 * width * tokens + 2 * width * piece
+    return max(choosing, 48 * pairs, 32 * pairs + max(entering, computing, leaving))
+
+
+def _mamba_bytes(config, tokens: int) -> int:
+    inner, piece = config.mamba_num_heads * config.mamba_head_dim, min(tokens, PIECE_TOKENS)
     conv_dim = inner + 2 * config.n_groups * config.ssm_state_size
-    mamba = 4 * piece * (6 * inner + 5 * conv_dim)
-    attention = rounded + 3 * SCORES_BYTES + 12 * QUERY_ROWS * config.num_attention_heads * config.head_dim
-    mlp = 6 * piece * (hidden + config.intermediate_size)
-    logits = 4 * LOGIT_ROWS * config.vocab_size
-    return stream + max(moe, mamba, attention, mlp, logits)
+    convolving = 8 * conv_dim * (piece + config.conv_kernel)
+    scanning = 4 * piece * (conv_dim + inner) + scratch_bytes(config.mamba_num_heads, config.mamba_head_dim, piece)
+    gating = 10 * inner * piece + 20 * inner * min(piece, GATED_TOKENS)
+    return 2 * config.hidden_size * piece + max(convolving, scanning, gating)
 
 
 def _refusal(plan: CardPlan) -> str:

@@ -1,84 +1,170 @@
-"""Routed experts of a prompt pass on a card: in batches through a ring there."""
+"""Routed experts of a prompt pass on a card: each needed one crosses the bus once, and computing hides behind copying.
+
+Blocks go into a ring on the card, two halves used in turn, by copies on a stream of their own: while one half is
+computed on, the other fills. The CPU queues everything ahead; it waits for copies, never for results, and only where
+the reader is about to fill the memory that they come from anew.
+
+Pairs (of a token and a rank) lie expert by expert. They are worked on a stretch at a time, and what a stretch gives is
+added to the sums at once, so that no result of a pair outlives its stretch. A token's experts are added in ascending
+order of their ids, one after the other: no bit depends on halves, on stretches or on what was cached.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from nemolab.checkpoint.formats import GROUP
 from nemolab.engine.gpu.cache_memory import CacheMemory
-from nemolab.errors import EngineError
 from nemolab.store import ExpertCache
+from nemolab.store.page_lock import CopyBatch
+
+HALF = 8  # blocks of half the ring on the card: copied by one call, computed on by one launch of each kernel
+PAIRS = 4096  # (token, rank) pairs in a stretch, at most
+BIT_ROWS = 512  # pairs whose active neurons are counted at once, for a recorder
+
+
+class Routing(NamedTuple):
+    """Which experts a prompt's tokens go to, sorted: pairs lie expert by expert, tokens ascending.
+
+    pairs   int32 [tokens * top_k]: token * top_k + rank, by place
+    starts  int32 [experts + 1]: places starts[e] to starts[e + 1] are expert e's; told  the same on the CPU, once
+            `known` has come
+    ids     int32 [experts]: those that have tokens first, ascending
+    places  int32 [tokens, top_k]: a token's places, ascending; shares float32 [tokens * top_k]: weights by place
+    """
+
+    pairs: torch.Tensor
+    starts: torch.Tensor
+    told: torch.Tensor
+    known: torch.cuda.Event
+    ids: torch.Tensor
+    places: torch.Tensor
+    shares: torch.Tensor
 
 
 class PromptExperts:
-    """The experts of a prompt pass, in batches through a ring on the card."""
+    """The routed experts of prompt passes, layer by layer, on torch's current stream.
 
-    def __init__(self, shape: tuple[int, int], ring: int, cache: ExpertCache, memory: CacheMemory, device, operators):
+    shape  (I, X) of an expert; ring memory of 2 * HALF blocks is taken on the device
+    """
+
+    def __init__(self, shape: tuple[int, int], cache: ExpertCache, memory: CacheMemory, device, operators):
         self._shape, self._cache, self._memory, self._device = shape, cache, memory, device
-        self._expert_prompt = operators.expert_prompt
-        self._ring = torch.empty(ring, memory.block_bytes, dtype=torch.uint8, device=device.torch_device)
-        places = torch.arange(ring, dtype=torch.int64) * memory.block_bytes + self._ring.data_ptr()
-        self._places = places.to(device.torch_device)
+        self._operators = operators
+        self._half, self._block_bytes = min(HALF, cache.ring), shape[0] * shape[1] * 9 // 8
+        there, blocks = device.torch_device, ring_blocks(cache.ring)
+        self._ring = torch.empty(blocks, memory.block_bytes, dtype=torch.uint8, device=there)
+        places = memory.block_bytes * np.arange(blocks, dtype=np.int64) + self._ring.data_ptr()
+        self._to = places.reshape(2, self._half)
+        self._addresses = torch.from_numpy(self._to).to(there)
+        self._sources = np.zeros_like(self._to)
+        self._copies = device.new_stream()
+        self._copied, self._done = ([device.new_event() for _ in range(2)] for _ in range(2))
+        self._turn = 0
+        self._told = None
+        self._batches = None
+        if getattr(device.locker, "copy_batch", None) is not None:
+            self._batches = [
+                CopyBatch(device.locker, to, sources, self._block_bytes, self._copies.cuda_stream)
+                for to, sources in zip(self._to, self._sources, strict=True)
+            ]
 
-    def run(self, layer: int, x, experts, weights, scales_2, most_pairs: int, active: np.ndarray | None):
-        """The weighted sum of each token's experts, float32 [tokens, X]; each needed expert crosses the bus once.
+    def sort(self, experts: torch.Tensor, weights: torch.Tensor, n_experts: int) -> Routing:
+        """experts int64, weights float32 [tokens, top_k] of a layer, on the device. Queued, not waited for."""
+        flat, there = experts.flatten(), experts.device
+        ordered, pairs = flat.sort(stable=True)
+        bounds = torch.arange(n_experts + 1, device=there)
+        starts = torch.searchsorted(ordered, bounds, out_int32=True)
+        if self._told is None:
+            self._told = self._device.host_tensor(n_experts + 1, dtype=torch.int32), self._device.new_event()
+        told, known = self._told
+        told.copy_(starts, non_blocking=True)
+        known.record(self._device.main_stream())
+        ids = (starts.diff() == 0).int().sort(stable=True)[1].int()
+        count = torch.arange(flat.numel(), dtype=torch.int32, device=there)
+        places = torch.empty_like(count).scatter_(0, pairs, count).view(experts.shape).sort(1)[0]
+        return Routing(pairs.int(), starts, told, known, ids, places, weights.flatten()[pairs])
 
-        layer    MoE ordinal; x bfloat16 [tokens, X]; experts int64, weights float32 [tokens, top_k]
-        most_pairs  (token, rank) pairs worked on at once, no fewer than tokens; bounds the scratch memory
+    def run(self, layer: int, x: torch.Tensor, routing: Routing, scales_2, active: np.ndarray | None) -> torch.Tensor:
+        """The weighted sum of each token's experts, float32 [tokens, X].
+
+        layer    MoE ordinal; x bfloat16 [tokens, X]; scales_2 float32 [experts, 2]
         active   uint16 [tokens, top_k, I/16] on the host or None: receives which neurons are active
         """
-        (tokens, top_k), (inter, width), there = experts.shape, self._shape, x.device
-        results = torch.empty(tokens * top_k, width, device=there)
-        flat = experts.flatten()
-        pairs = flat.argsort(stable=True).int()  # all pairs of an expert side by side, tokens ascending
-        counts = flat.bincount(minlength=scales_2.shape[0]).cpu().numpy()
-        ends = counts.cumsum()
-        needed = np.flatnonzero(counts).tolist()
-        heights = torch.empty(min(most_pairs, tokens * top_k), inter, dtype=torch.bfloat16, device=there)
-        for ids, rows in self._cache.stream_rows(layer, needed, "prefill"):
-            for place, row in enumerate(rows):
-                self._memory.is_seen(row)
-                self._device.copy(
-                    self._ring.data_ptr() + place * self._memory.block_bytes,
-                    self._memory.address_of(row),
-                    inter * width * 9 // 8,
-                )
-            batch_scales = scales_2[torch.tensor(ids, device=there)]
-            for first, last in _stretches(counts[ids], heights.shape[0]):
-                begin = ends[ids[first]] - counts[ids[first]]
-                starts = torch.from_numpy(np.concatenate([[begin], ends[ids[first:last]]])).int().to(there)
-                self._expert_prompt(
-                    self._places[first:last], inter, batch_scales[first:last], starts, pairs,
-                    int(counts[ids[first:last]].max()), top_k, x, heights, results,
-                )  # fmt: skip
-                if active is not None:
-                    end = ends[ids[last - 1]]
-                    active.reshape(tokens * top_k, -1)[pairs[begin:end].cpu().numpy()] = _bits(heights[: end - begin])
-            # Their memory in the cache, and this ring, is filled anew as soon as the next batch is asked for.
-            self._device.wait()
-        results = results.view(tokens, top_k, width)
-        out = results[:, 0] * weights[:, :1]
-        for rank in range(1, top_k):
-            out.addcmul_(results[:, rank], weights[:, rank : rank + 1])
+        (tokens, top_k), (inter, width), there = routing.places.shape, self._shape, x.device
+        routing.known.synchronize()
+        starts = routing.told.numpy().astype(np.int64)
+        needed = np.flatnonzero(np.diff(starts))
+        out = torch.zeros(tokens, width, device=there)
+        held = min(PAIRS, tokens * top_k)
+        h = torch.empty(held, inter, dtype=torch.bfloat16, device=there)
+        results = torch.empty(held, width, device=there)
+        done = 0
+        with closing(self._halves(layer, needed.tolist())) as halves:
+            for rows in halves:
+                turn, mine = self._copy(rows), slice(done, done + len(rows))
+                done += len(rows)
+                addresses, ids = self._addresses[turn, : len(rows)], routing.ids[mine]
+                for stretch, most in _stretches(starts[needed[mine]], starts[needed[mine] + 1]):
+                    self._operators.expert_prompt(
+                        addresses, ids, inter, scales_2, routing.starts, routing.pairs, stretch, most, top_k, x, h,
+                        results,
+                    )  # fmt: skip
+                    self._operators.add_experts(results, stretch, routing.places, routing.shares, out)
+                    if active is not None:
+                        pairs = routing.pairs[slice(*stretch)].cpu().numpy()
+                        active.reshape(tokens * top_k, -1)[pairs] = _bits(h[: len(pairs)])
+                self._done[turn].record(self._device.main_stream())
         return out
 
+    def _halves(self, layer: int, experts: list[int]) -> Iterator[list[int]]:
+        """Rows of the cache's memory with these experts in their order, so many at once as half the ring holds."""
+        # Closed by name, as in `ExpertCache.stream`: an error's traceback would keep the stream open.
+        with closing(self._cache.stream_rows(layer, experts, "prefill")) as batches:
+            for _, rows in batches:
+                for first in range(0, len(rows), self._half):
+                    yield rows[first : first + self._half]
+                # Where the cache's own ring begins, memory is read into as soon as the next batch is asked for.
+                if max(rows) >= self._cache.slots:
+                    self._copied[1 - self._turn].synchronize()
 
-def _stretches(counts: np.ndarray, most: int):
-    """(first, last) of stretches of experts whose pairs together are no more than `most`."""
-    first, held = 0, 0
-    for place, count in enumerate(counts):
-        if count > most:
-            raise EngineError(f"an expert with {count} tokens does not fit the scratch memory for {most}")
-        if held + count > most:
-            yield first, place
-            first, held = place, 0
-        held += count
-    yield first, len(counts)
+    def _copy(self, rows: list[int]) -> int:
+        """Queue copies of these rows into the half whose turn it is; the current stream waits for them. Which half."""
+        turn, self._turn, copies = self._turn, 1 - self._turn, self._copies
+        self._sources[turn, : len(rows)] = [self._memory.address_of(row) for row in rows]
+        copies.wait_event(self._done[turn])
+        if all([self._memory.is_seen(row) for row in rows]) and self._batches:
+            self._batches[turn].run(0, len(rows))
+        else:
+            for to, source in zip(self._to[turn].tolist(), self._sources[turn, : len(rows)].tolist(), strict=False):
+                self._device.copy(to, source, self._block_bytes, copies)
+        self._copied[turn].record(copies)
+        self._device.main_stream().wait_event(self._copied[turn])
+        return turn
+
+
+def ring_blocks(cache_ring: int) -> int:
+    """Blocks of the ring on the card, beside a cache whose own ring has two banks of so many."""
+    return 2 * min(HALF, cache_ring)
+
+
+def _stretches(starts: np.ndarray, ends: np.ndarray) -> Iterator[tuple[tuple[int, int], int]]:
+    """((begin, end), most) of stretches of the pairs of neighbouring experts; most: the pairs of one expert in it."""
+    for begin in range(int(starts[0]), int(ends[-1]), PAIRS):
+        end = min(begin + PAIRS, int(ends[-1]))
+        yield (begin, end), int((ends.clip(begin, end) - starts.clip(begin, end)).max())
 
 
 def _bits(heights: torch.Tensor) -> np.ndarray:
     """Which neurons are not zero, [pairs, I] -> uint16 [pairs, I/16], the lowest neuron in the lowest bit."""
     places = 1 << torch.arange(GROUP, dtype=torch.int32, device=heights.device)
-    bits = ((heights != 0).unflatten(1, (-1, GROUP)) * places).sum(-1, dtype=torch.int32)
-    return bits.cpu().numpy().astype(np.uint16)
+    pieces = [
+        ((piece != 0).unflatten(1, (-1, GROUP)) * places).sum(-1, dtype=torch.int32).cpu()
+        for piece in heights.split(BIT_ROWS)
+    ]
+    return torch.cat(pieces).numpy().astype(np.uint16)

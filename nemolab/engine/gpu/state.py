@@ -26,15 +26,22 @@ class AttentionState(state.AttentionState):
         return AttentionState(self.keys.clone(), self.values.clone(), self.tokens)
 
     def reserve(self, extra: int) -> None:
-        needed, capacity = self.tokens + extra, self.keys.shape[0]
-        if needed <= capacity:
+        capacity = self.keys.shape[0]
+        grown = grow_capacity(capacity, self.tokens + extra)
+        if grown == capacity:
             return
-        grown = -(-max(needed, capacity + capacity // 2) // KV_STEP_TOKENS) * KV_STEP_TOKENS
         for name in ("keys", "values"):
             old = getattr(self, name)
             new = old.new_empty(grown, old.shape[1])
             new[: self.tokens] = old[: self.tokens]
             setattr(self, name, new)
+
+
+def grow_capacity(capacity: int, needed: int) -> int:
+    """Tokens that keys and values have room for, once `needed` must fit."""
+    if needed <= capacity:
+        return capacity
+    return -(-max(needed, capacity + capacity // 2) // KV_STEP_TOKENS) * KV_STEP_TOKENS
 
 
 def empty_state(config, device: torch.device) -> State:

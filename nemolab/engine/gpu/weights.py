@@ -1,4 +1,7 @@
-"""The dense weights on a card, in the checkpoint's own formats."""
+"""The dense weights on a card, in the checkpoint's own formats, side by side in one allocation.
+
+torch rounds what it allocates of a card's memory up by as much as 2 MiB, and a large model has hundreds of matrices.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +11,54 @@ from nemolab.engine import weights as host
 from nemolab.kernels.matvec import PLAIN, pack
 
 QUANTISED = ("fp8", "nvfp4")
+ALIGNMENT_BYTES = 512  # as torch's own allocations
+SMALL_BYTES = 2**20  # torch keeps what is smaller side by side by itself
+
+
+class _Room:
+    """Memory of a device that tensors are put into, one behind the other."""
+
+    def __init__(self, nbytes: int, device: torch.device):
+        self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._used = 0
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy on the device; in an allocation of its own where it is small, or does not fit."""
+        nbytes = tensor.numel() * tensor.element_size()
+        begin, end = self._used, self._used + nbytes
+        if nbytes < SMALL_BYTES or end > self._memory.numel():
+            return tensor.to(self._memory.device, copy=True)
+        self._used = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        return self._memory[begin:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 class Matrix:
     """A linear map [rows, columns] on a device, as the checkpoint stores it."""
 
-    def __init__(self, stored: host.Matrix, device: torch.device, operators):
+    def __init__(self, stored: host.Matrix, room: _Room, operators):
         self.rows, self.columns, self.nbytes, self._operators = stored.rows, stored.columns, stored.nbytes, operators
-        tensors = [None if t is None else t.to(device) for t in (stored.weight, stored.scales, stored.bias)]
+        tensors = [None if t is None else room.put(t) for t in (stored.weight, stored.scales, stored.bias)]
         self.packed = pack(stored.format, stored.rows, stored.columns, *tensors[:2], stored.scale, tensors[2])
 
     def multiply(self, x: torch.Tensor, y: torch.Tensor, mode: int = PLAIN) -> None:
         """One token, float32 throughout: x [columns] into y [rows] as `mode` says (see kernels.matvec)."""
         self._operators.matvec(self.packed, x, y, mode)
 
-    def apply(self, x: torch.Tensor, y: torch.Tensor | None = None, mode: int = PLAIN) -> torch.Tensor:
-        """Tokens of a prompt: x bfloat16 [tokens, columns] into y float32 [tokens, rows], by default a new one."""
+    def apply(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor | None = None,
+        mode: int = PLAIN,
+        rows: tuple[int, int] | None = None,
+    ) -> torch.Tensor:
+        """Tokens of a prompt: x bfloat16 [tokens, columns] into y float32 [tokens, rows], by default a new one.
+
+        rows  only these rows of the matrix, first and last + 1: y has as many columns
+        """
         if y is None:
-            y = torch.empty(x.shape[0], self.rows, device=x.device)
-        self._operators.linear_prompt(self.packed, x, y, mode)
+            first, last = rows or (0, self.rows)
+            y = torch.empty(x.shape[0], last - first, device=x.device)
+        self._operators.linear_prompt(self.packed, x, y, mode, rows)
         return y
 
     def apply_float32(self, x: torch.Tensor) -> torch.Tensor:
@@ -35,10 +67,14 @@ class Matrix:
 
 
 class CardWeights:
-    """Reads dense weights out of a store onto a device, one at a time: no second copy of the model in RAM."""
+    """Reads dense weights out of a store onto a device, one at a time: no second copy of the model in RAM.
 
-    def __init__(self, stored: host.DenseWeights, device: torch.device, operators):
+    room_bytes  of all of them together, allocated at once
+    """
+
+    def __init__(self, stored: host.DenseWeights, room_bytes: int, device: torch.device, operators):
         self.stored, self.device, self.operators = stored, device, operators
+        self._room = _Room(room_bytes, device)
         self.nbytes = 0
         self.has_module = stored.has_module
 
@@ -49,7 +85,7 @@ class CardWeights:
 
     def put(self, stored: host.Matrix) -> Matrix:
         """One that was read already."""
-        made = Matrix(stored, self.device, self.operators)
+        made = Matrix(stored, self._room, self.operators)
         self.nbytes += made.nbytes
         return made
 

@@ -1,0 +1,159 @@
+"""Prompt passes on a card: what crosses the bus, what must be waited for, and what no bit may depend on."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from synthetic import one_thread, write_checkpoint
+
+from nemolab.engine import Engine
+from nemolab.engine.attention import attend as attend_torch
+from nemolab.engine.gpu import prompt_experts
+from nemolab.engine.gpu.attention import attend
+from nemolab.engine.gpu.device import StandIn
+from nemolab.engine.gpu.mamba_scan import scan
+from nemolab.engine.gpu.prompt_experts import PromptExperts
+from nemolab.engine.mamba import scan as scan_torch
+
+IDS = [int(i) for i in torch.randint(32, 280, (40,), generator=torch.Generator().manual_seed(0))]
+SMALL = {"pattern": "ME*E-", "experts": 12, "inter": 80, "latent": 48, "hidden": 64, "shared_inter": 32, "top_k": 3}
+on_twins_and_cards = pytest.mark.parametrize("device", ["twin", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+@pytest.fixture(scope="module")
+def small_path(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("small") / "model", **SMALL)
+
+
+def fill_cache(engine):
+    for layer in range(engine.store.n_layers):
+        engine._cache.lookup_rows(layer, range(engine.store.n_experts))
+
+
+@on_twins_and_cards
+@one_thread
+def test_no_bit_of_a_prompt_depends_on_halves_stretches_or_the_cache(device, small_path, monkeypatch):
+    with Engine(small_path, device=device) as engine:
+        wanted = engine.prefill(IDS, engine.new_state())
+        fill_cache(engine)
+        assert torch.equal(engine.prefill(IDS, engine.new_state()), wanted), "all experts cached"
+    for half, pairs in ((1, 4096), (5, 4096), (8, 7), (12, 40)):
+        monkeypatch.setattr(prompt_experts, "HALF", half)
+        monkeypatch.setattr(prompt_experts, "PAIRS", pairs)
+        with Engine(small_path, device=device, ram_cache_slots=3) as engine:
+            assert torch.equal(engine.prefill(IDS, engine.new_state()), wanted), (half, pairs)
+
+
+@pytest.mark.parametrize("slots", [3, 24])
+@one_thread
+def test_every_needed_expert_crosses_the_bus_once_a_pass(small_path, monkeypatch, slots):
+    crossed = []
+
+    def count(self, to, source, nbytes, stream=None):
+        crossed.append(nbytes)
+        copy(self, to, source, nbytes, stream)
+
+    copy = StandIn.copy
+    with Engine(small_path, device="twin", ram_cache_slots=slots) as engine:
+        if slots == 24:
+            fill_cache(engine)
+        monkeypatch.setattr(StandIn, "copy", count)
+        with engine.record(cold=slots == 3) as recorder:
+            engine.prefill(IDS, engine.new_state())
+        misses = engine.stats()["prefill"]["misses"]
+    chosen = recorder.trace().experts
+    needed = sum(len(np.unique(chosen[:, layer])) for layer in range(2))
+    assert needed > 16 and misses == (needed if slots == 3 else 0)
+    assert crossed == [80 * 48 * 9 // 8] * needed
+
+
+class LoggedDevice(StandIn):
+    """Knows which copies the CPU has not waited for."""
+
+    def __init__(self):
+        super().__init__()
+        self.under_way = 0
+
+    def copy(self, to, source, nbytes, stream=None):
+        self.under_way += 1
+
+    def new_event(self):
+        return SimpleNamespace(record=lambda stream: None, synchronize=self._ended)
+
+    def _ended(self):
+        self.under_way = 0
+
+
+@pytest.mark.parametrize("hits", [True, False])
+def test_copies_are_waited_for_where_their_memory_is_read_into_next(hits):
+    """The reader fills the rows behind the cached ones as soon as the next batch is asked for; the others stay."""
+    device, unended = LoggedDevice(), []
+
+    def stream_rows(layer, experts, phase):
+        for first in range(0, len(experts), 10):
+            yield experts[first : first + 10], [place if hits else 100 + place for place in range(10)]
+            unended.append(device.under_way)
+
+    cache = SimpleNamespace(ring=10, slots=100, stream_rows=stream_rows)
+    memory = SimpleNamespace(block_bytes=4096, address_of=lambda row: 4096 * row, is_seen=lambda row: True)
+    operators = SimpleNamespace(expert_prompt=lambda *_: None, add_experts=lambda *_: None)
+    prompts = PromptExperts((16, 16), cache, memory, device, operators)
+    routing = prompts.sort(torch.arange(30).view(15, 2), torch.ones(15, 2), 30)
+    prompts.run(0, torch.zeros(15, 16, dtype=torch.bfloat16), routing, torch.ones(30, 2), None)
+    assert unended == ([10, 20, 30] if hits else [0, 0, 0])
+
+
+def test_pairs_are_sorted_by_expert_and_a_tokens_places_ascend():
+    device = StandIn()
+    memory = SimpleNamespace(block_bytes=4096)
+    prompts = PromptExperts((16, 16), SimpleNamespace(ring=4), memory, device, SimpleNamespace())
+    experts, weights = torch.tensor([[5, 1], [0, 5], [1, 3]]), torch.tensor([[0.5, 0.1], [0.2, 0.6], [0.3, 0.4]])
+    routing = prompts.sort(experts, weights, 7)
+    assert routing.pairs.tolist() == [2, 1, 4, 5, 0, 3]
+    assert routing.starts.tolist() == [0, 1, 3, 3, 4, 4, 6, 6] == routing.told.tolist()
+    assert routing.ids[:4].tolist() == [0, 1, 3, 5]
+    assert routing.places.tolist() == [[1, 4], [0, 5], [2, 3]]
+    assert torch.equal(routing.shares, torch.tensor([0.2, 0.1, 0.3, 0.4, 0.5, 0.6]))
+
+
+def random(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def scan_case(tokens, heads=8, head_dim=16, groups=2, state_size=24):
+    rows = random(tokens, heads * head_dim + 2 * groups * state_size)
+    x, b, c = rows.split([heads * head_dim, *[groups * state_size] * 2], dim=1)
+    dt, a = random(tokens, heads, seed=1).exp(), -random(heads, seed=2).exp()
+    parts = [x.unflatten(1, (heads, -1)), dt, a, *(t.unflatten(1, (groups, -1)) for t in (b, c)), random(heads, seed=3)]
+    return parts, random(heads, head_dim, state_size, seed=4)
+
+
+@on_twins_and_cards
+@pytest.mark.parametrize("tokens", [1, 64, 300, 520])
+def test_the_scan_in_larger_products_equals_the_cpus(device, tokens):
+    parts, state = scan_case(tokens)
+    there = torch.device("cpu" if device == "twin" else device)
+    mine = state.to(there, copy=True)
+    found, wanted = scan(*(t.to(there) for t in parts), mine), scan_torch(*parts, state)
+    torch.testing.assert_close(found.cpu(), wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(mine.cpu(), state, rtol=1e-4, atol=1e-4)
+
+
+def test_the_scans_comparison_can_fail():
+    parts, state = scan_case(130)
+    wanted = scan_torch(*parts, state.clone())
+    parts[3] = parts[3].roll(1, 0)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(scan(*parts, state), wanted, rtol=1e-4, atol=1e-4)
+
+
+@on_twins_and_cards
+def test_attention_with_one_matrix_of_scores_equals_the_cpus(device):
+    there, shape = torch.device("cpu" if device == "twin" else device), (4, 2, 16)
+    queries, keys, values = (random(rows, width, seed=rows) for rows, width in ((5, 64), (40, 32), (41, 32)))
+    wanted = attend_torch(queries, keys, values, 20, shape)
+    found = attend(*(t.to(there) for t in (queries, keys, values)), 20, shape).cpu()
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    other = attend(*(t.to(there) for t in (queries, keys, values)), 21, shape).cpu()
+    assert not torch.allclose(other, wanted, rtol=1e-5, atol=1e-5), "the comparison can fail"
