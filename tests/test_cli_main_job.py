@@ -7,7 +7,7 @@ import shutil
 import pytest
 from faults import run_cli
 
-from nemolab.commands.compare import RECORDED, record_comparison
+from nemolab.commands.compare import RECORDED, RECORDED_OF_CARDS, record_comparison
 
 
 @pytest.fixture
@@ -95,15 +95,37 @@ def test_compare_gives_the_figures_that_scripts_rely_on(call, store, tmp_path):
         assert {"name", "ppl", "failed_as_it_must"} <= set(control) and control["failed_as_it_must"] is True
 
 
-def test_recorded_comparisons_keep_what_is_finite(monkeypatch, capsys):
-    """A broken model may have an infinite perplexity: that costs its own row, not those of the others."""
+def record_one(monkeypatch, device: str, figures) -> list[tuple]:
+    """The rows of a comparison of one text, whose control has an infinite perplexity."""
     rows = []
     monkeypatch.setattr("nemolab.measure.record", lambda *row: rows.append(row))
-    text = dict.fromkeys(RECORDED, 0.5) | {"name": "short", "tokens": 9, "greedy_of": 64}
+    text = dict.fromkeys(figures, 0.5) | {"name": "short", "tokens": 9, "greedy_of": 64}
     control = {"name": "swapped nibbles", "ppl": math.inf, "kl_mean_least": 3.0}
-    shared = {"model": "m", "threads": 2, "device": "cpu", "store_layout": "neuron"}
-    record_comparison(shared | {"texts": [text], "controls": [control]})
-    settings = {"model": "m", "threads": 2, "layout": "neuron", "control": "swapped nibbles"}
-    assert rows[-1] == ("compare.control_kl_mean_least", [3.0], "nats", settings)
-    assert [row[0] for row in rows[:-1]] == [f"compare.{name}" for name in RECORDED]
+    repeats = {"prompt_tokens": 8, "steps": 2, "logits_sha256": {"first": "a", "again": "a", "another process": "b"}}
+    shared = {"model": "m", "threads": 2, "device": device, "store_layout": "neuron"}
+    record_comparison(shared | {"texts": [text], "controls": [control], "determinism": repeats})
+    return rows
+
+
+def test_recorded_comparisons_keep_what_is_finite(monkeypatch, capsys):
+    """A broken model may have an infinite perplexity: that costs its own row, not those of the others."""
+    *texts, control, repeats = record_one(monkeypatch, "cpu", RECORDED)
+    shared = {"model": "m", "threads": 2, "layout": "neuron"}
+    least = shared | {"control": "swapped nibbles"}
+    assert control == ("compare.control_kl_mean_least", [3.0], "nats", least)
+    assert [row[0] for row in texts] == [f"compare.{name}" for name in RECORDED]
     assert "compare.control_ppl is inf" in capsys.readouterr().err
+    runs = {"runs": ["first", "again", "another process"], "prompt_tokens": 8, "steps": 2}
+    assert repeats == ("compare.distinct_repeats", [2], "hashes of logits", shared | runs)
+
+
+def test_recorded_comparisons_of_cards_say_so_and_hold_the_cpu_beside(monkeypatch):
+    rows = record_one(monkeypatch, "cuda", RECORDED | RECORDED_OF_CARDS)
+    assert all(row[3]["device"] == "cuda" for row in rows)
+    assert [row[0] for row in rows[:-2]] == [f"compare.{name}" for name in RECORDED | RECORDED_OF_CARDS]
+
+
+def test_twins_leave_no_rows(call):
+    for command in (["compare", "--device", "twin"], ["bench", "prefill", "--device", "twin"]):
+        code, _, err = call(*command, "--record")
+        assert code == 2 and "are no card" in err

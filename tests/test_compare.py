@@ -12,7 +12,14 @@ from synthetic import write_checkpoint
 
 from nemolab.checkpoint import Checkpoint, ModelConfig
 from nemolab.compare import KL_BOUND, compare, memory
-from nemolab.compare.comparison import SELF_CHECK_CHUNKS, Comparison, join_stretch, open_checkpoint, open_store
+from nemolab.compare.comparison import (
+    KL_BOUND_CARD,
+    SELF_CHECK_CHUNKS,
+    Comparison,
+    join_stretch,
+    open_checkpoint,
+    open_store,
+)
 from nemolab.compare.controls import Control, TamperedStore, swap_nibbles
 from nemolab.compare.determinism import Determinism, hash_logits
 from nemolab.compare.engine_side import read_text
@@ -134,6 +141,26 @@ def test_checkpoints_of_other_sizes_and_forms_go_through(tmp_path, form, monkeyp
         (folder / name).unlink()
     document = compare(folder, texts={"random": TEXTS["random"]})
     assert document["passed"], document["problems"]
+
+
+def test_an_engine_on_a_card_is_held_against_that_on_the_cpu_too(folder, tmp_path):
+    """By twins on the CPU. Prompts round what goes into a matrix, so that is where the two differ; decode does not."""
+    target = tmp_path / "store"
+    repack(folder, target, layout="neuron")
+    told = []
+    document = compare(
+        folder,
+        store=target,
+        texts={"random": TEXTS["random"][:20]},
+        device="twin",
+        progress=lambda done, total: told.append((done, total)),
+    )
+    assert document["passed"], document["problems"]
+    (text,) = document["texts"]
+    assert 0 < text["kl_mean_beside_cpu"] <= KL_BOUND_CARD and text["kl_mean_decode_beside_cpu"] <= KL_BOUND_CARD
+    runs = document["determinism"]["logits_sha256"]
+    assert {f"transfer {way}" for way in ("whole", "grouped", "rows", "pull")} <= set(runs) and len(runs) == 8
+    assert told[-1][0] == told[-1][1]
 
 
 def test_tiny_passes_on_its_own_texts(tiny_path, texts_path):
@@ -261,6 +288,7 @@ def make_result(**changed):
         decode=changed.pop("decode", kl),
         greedy=changed.pop("greedy", Greedy(64, 64, ())),
         closest_routing_gap=0.01,
+        beside_cpu=changed.pop("beside_cpu", None),
     )
     check = SelfCheck(37, 1e-12, 1e-11, 1e-6)
     parts = {
@@ -282,6 +310,7 @@ def test_a_comparison_without_fault_passes():
 
 
 WORSE = Divergence(9, 2e-6, 0.0, 0.0, 0.0, 1e-3, Worst(1e-3, 4, 7, "x"), 1.0)
+BETTER = dataclasses.replace(WORSE, mean=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -290,6 +319,7 @@ WORSE = Divergence(9, 2e-6, 0.0, 0.0, 0.0, 1e-3, Worst(1e-3, 4, 7, "x"), 1.0)
         ({"prompt": WORSE}, "text passage: mean KL in the prompt pass is 2e-06 .* position 4"),
         ({"decode": WORSE}, "text passage: mean KL in the decode"),
         ({"decode": dataclasses.replace(WORSE, mean=math.nan)}, "mean KL in the decode is nan"),
+        ({"beside_cpu": (BETTER, WORSE)}, "mean KL from the engine on the CPU in the decode is 2e-06"),
         ({"greedy": Greedy(63, 64, (Mismatch(5, 1, 2, 0.9, 0.125, False),))}, "1 greedy token.*first at step 5"),
         ({"determinism": Determinism(8, 2, {"first": "a", "again": "b"})}, "repeats differ in their bits"),
         ({"self_checks": {"reference": SelfCheck(37, 2e-3, 1e-1, 2.0)}}, "reference disagrees with itself"),

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import click
 
-from nemolab.commands.verb import Answer, FiniteRange, PathName, checkpoint_argument, table, verb
+from nemolab.commands.verb import Answer, FiniteRange, PathName, checkpoint_argument, refuse_rows_of_twins, table, verb
 from nemolab.errors import UsageError
 
 
@@ -84,7 +84,7 @@ def decode(path, tokens, device, repeats, threads, record, **on_a_card):
 
     transfer = given.pop("transfer", "pull")
     given["transfers"] = STRATEGIES if transfer == "all" else (transfer,)
-    _check_record(record, device)
+    refuse_rows_of_twins(record, device)
     data = bench_card_decode(path, device=device, tokens=tokens or 16, repeats=repeats, threads=threads, **given)
     answer = _answer(data, record)
     return Answer(data, f"{table(*decode_table(data))}\n\n{answer.text}")
@@ -125,7 +125,7 @@ def prefill(path, device, tokens, vram_gib, from_disk, repeats, record):
     """
     from nemolab.measure.bench_card_prefill import bench_card_prefill
 
-    _check_record(record, device)
+    refuse_rows_of_twins(record, device)
     data = bench_card_prefill(
         path, device=device, tokens=tokens, repeats=repeats, vram_gib=vram_gib, from_disk=from_disk
     )
@@ -310,12 +310,6 @@ def moe_step(shape, experts, active, cached, steps, repeats, record):
 
     data = bench_moe_step(shape, experts, active, cached, steps, repeats)
     return _answer(data, record)
-
-
-def _check_record(record: bool, device: str) -> None:
-    """Rows of twins would stand among those of cards."""
-    if record and device == "twin":
-        raise UsageError("--record with --device twin: twins on the CPU show that it works, not how fast a card is")
 
 
 def _answer(data: dict, record: bool) -> Answer:

@@ -4,7 +4,16 @@ import math
 
 import click
 
-from nemolab.commands.verb import Answer, PathName, checkpoint_argument, share_cores, store_option, table, verb
+from nemolab.commands.verb import (
+    Answer,
+    PathName,
+    checkpoint_argument,
+    refuse_rows_of_twins,
+    share_cores,
+    store_option,
+    table,
+    verb,
+)
 from nemolab.progress import progress_bar, say
 
 RECORDED = {
@@ -14,6 +23,11 @@ RECORDED = {
     "kl_max": "nats",
     "kl_mean_decode": "nats",
     "greedy_match": "tokens",
+}
+RECORDED_OF_CARDS = {
+    "kl_mean_beside_cpu": "nats",
+    "kl_max_beside_cpu": "nats",
+    "kl_mean_decode_beside_cpu": "nats",
 }
 
 
@@ -35,7 +49,9 @@ def compare(path, store, texts, device, record):
     The reference is transformers' own NemotronH in fp32 on the CPU, with weights from the vendor's files (not from
     the store). Shown for each text: perplexity of both (PPL), KL divergence of the engine from the reference over the
     full vocabulary in nats, for the prompt pass and for decode, and how many of 64 greedy tokens agree. Then controls
-    that must fail (swapped nibbles, a neighbour's scales, no routed experts) and a test of bit-identical repeats.
+    that must fail (swapped nibbles, a neighbour's scales, no routed experts) and a test of bit-identical repeats:
+    three runs here and one in another process. On a card also by every transfer strategy, and each text's KL from the
+    CPU's engine.
 
     \b
     Examples:
@@ -44,6 +60,7 @@ def compare(path, store, texts, device, record):
       nemolab compare /models/nemotron-super --store /nvme/super --json
     """
     share_cores()
+    refuse_rows_of_twins(record, device)
     from nemolab.compare import compare as measure
 
     data = measure(
@@ -53,10 +70,13 @@ def compare(path, store, texts, device, record):
         progress=progress_bar("compare", " steps"),
         device=device,
     )
-    columns = ["name", "tokens", "ppl_engine", "ppl_reference", "kl_mean", "kl_max", "kl_mean_decode", "greedy"]
+    figures = ["kl_mean", "kl_max", "kl_mean_decode"]
+    if device != "cpu":
+        figures += ["kl_mean_beside_cpu", "kl_mean_decode_beside_cpu"]
+    columns = ["name", "tokens", "ppl_engine", "ppl_reference", *figures, "greedy"]
     rows = [
         [text["name"], text["tokens"], f"{text['ppl_engine']:.4f}", f"{text['ppl_reference']:.4f}"]
-        + [f"{text[key]:.2e}" for key in ("kl_mean", "kl_max", "kl_mean_decode")]
+        + [f"{text[key]:.2e}" for key in figures]
         + [f"{text['greedy_match']}/{text['greedy_of']}"]
         for text in data["texts"]
     ]
@@ -65,7 +85,8 @@ def compare(path, store, texts, device, record):
         [
             table(columns, rows),
             table(["control", "ppl", "failed as it must"], controls),
-            f"bit-identical repeats: {'yes' if data['deterministic'] else 'NO'}",
+            f"bit-identical repeats: {'yes' if data['deterministic'] else 'NO'}"
+            f" ({', '.join(data['determinism']['logits_sha256'])})",
         ]
     )
     if record:
@@ -74,7 +95,10 @@ def compare(path, store, texts, device, record):
 
 
 def record_comparison(data: dict) -> None:
-    """Rows of `data/measurements/compare.jsonl`: one a text and figure, two a control; what is infinite has no row."""
+    """Rows of `data/measurements/compare.jsonl`: one a text and figure, two a control, one for all repeats.
+
+    What is infinite has no row.
+    """
     from nemolab.measure import record
 
     def keep(name: str, value: float, unit: str, **settings) -> None:
@@ -87,8 +111,12 @@ def record_comparison(data: dict) -> None:
     if data["device"] != "cpu":
         shared["device"] = data["device"]
     for text in data["texts"]:
-        for name, unit in RECORDED.items():
+        for name, unit in (RECORDED | (RECORDED_OF_CARDS if data["device"] != "cpu" else {})).items():
             keep(name, text[name], unit, text=text["name"], tokens=text["tokens"], greedy_of=text["greedy_of"])
     for control in data["controls"]:
         keep("control_ppl", control["ppl"], "perplexity", control=control["name"])
         keep("control_kl_mean_least", control["kl_mean_least"], "nats", control=control["name"])
+    repeats = data["determinism"]
+    runs = repeats["logits_sha256"]
+    said = {"runs": list(runs), "prompt_tokens": repeats["prompt_tokens"], "steps": repeats["steps"]}
+    keep("distinct_repeats", len(set(runs.values())), "hashes of logits", **said)

@@ -108,6 +108,12 @@ def share_cores() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
+def refuse_rows_of_twins(record: bool, device: str) -> None:
+    """Rows measured with `--device twin` would stand among those of cards. Raises UsageError."""
+    if record and device == "twin":
+        raise UsageError("--record with --device twin: twins on the CPU show that it works, and are no card")
+
+
 def to_json(document: Any) -> str:
     """Strict JSON: infinities and NaN become null, numpy numbers and paths become what they stand for."""
     unicode_out = (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "") == "utf8"

@@ -14,8 +14,8 @@ from nemolab.checkpoint import Checkpoint
 from nemolab.compare import memory
 from nemolab.compare.controls import CONTROLS, MUST_REACH_NATS, Control, TamperedStore, judge_control, measure_control
 from nemolab.compare.determinism import PROMPT_TOKENS, STEPS, Determinism, OtherProcess, repeat_runs
-from nemolab.compare.engine_side import EngineReading, check_engine_itself, read_text
-from nemolab.compare.measures import check_self, diverge, score, score_greedy
+from nemolab.compare.engine_side import EngineReading, check_engine_itself, read_again, read_text
+from nemolab.compare.measures import Divergence, check_self, diverge, score, score_greedy
 from nemolab.compare.reference import Reading, Reference
 from nemolab.compare.result import Bounds, Result, TextResult
 from nemolab.compare.texts import Text, Texts, Tokens, load_texts
@@ -76,6 +76,7 @@ class Comparison:
             self.store = open_store(self.checkpoint, store)
         # Each text and the stretch in the engine, the repeats, the reference's layers, each control on each text.
         self._total = len(self.texts) + 2 + self.config.num_hidden_layers + 1 + len(CONTROLS) * len(self.texts)
+        self._total += 0 if device == "cpu" else len(self.texts)  # each in the engine on the CPU, too
         self._done, self._progress = 0, progress
 
     def run(self) -> Result:
@@ -83,6 +84,7 @@ class Comparison:
         with self._timed("engine"), self.make_engine() as engine:
             readings = {text.name: self._do(read_text, engine, text.ids) for text in self.texts}
             engine_check = self._do(check_engine_itself, engine, self.stretch)
+        beside_cpu = self.read_cpu_engine(readings) if self.device != "cpu" else {}
         with self._timed("determinism"):
             ways = [] if self.device == "cpu" else [{"transfer": way} for way in ("whole", "grouped", "rows", "pull")]
             runs = self._do(repeat_runs, self.make_engine, prompt, slots, ways)
@@ -96,7 +98,10 @@ class Comparison:
             reference_check = check_self(
                 one_pass=references[_ONE_PASS].logits(), token_by_token=references[_TOKEN_BY_TOKEN].logits()
             )
-            texts = [self.measure(text, readings.pop(text.name), references[text.name]) for text in self.texts]
+            texts = [
+                self.measure(text, readings.pop(text.name), references[text.name], beside_cpu.get(text.name))
+                for text in self.texts
+            ]
         with self._timed("controls"):
             controls = [self.run_control(control, references) for control in CONTROLS]
         self.seconds["total"] = sum(self.seconds.values())
@@ -120,7 +125,24 @@ class Comparison:
     def make_engine(self, store: Store | None = None, **settings) -> Engine:
         from nemolab.engine import Engine
 
-        return Engine(self.checkpoint.path, store=store or self.store, device=self.device, **settings)
+        settings = {"device": self.device} | settings
+        return Engine(self.checkpoint.path, store=store or self.store, **settings)
+
+    def read_cpu_engine(self, readings: dict[str, EngineReading]) -> dict[str, tuple[Divergence, Divergence]]:
+        """By text: how far the card's engine lies from the CPU's, KL(CPU || card), in the prompt pass and in decode."""
+        with self._timed("cpu_engine"), self.make_engine(device="cpu") as engine:
+            return {text.name: self._do(self._diverge_from, engine, text, readings[text.name]) for text in self.texts}
+
+    def _diverge_from(self, engine: Engine, text: Text, card: EngineReading) -> tuple[Divergence, Divergence]:
+        cpu, last = read_again(engine, text.ids, card.decode_start), len(text.ids) - 1
+        stretches = (
+            (cpu.prompt_rows, card.prompt_rows, range(last)),
+            (cpu.decode_rows, card.decode_rows, range(card.decode_start, last)),
+        )
+        return tuple(
+            diverge(text.ids, reference=theirs, engine=ours, rows=rows, token_text=self.tokens.show)
+            for theirs, ours, rows in stretches
+        )
 
     @property
     def bounds(self) -> Bounds:
@@ -153,7 +175,13 @@ class Comparison:
         }
         return references, about
 
-    def measure(self, text: Text, engine: EngineReading, reference: Reading) -> TextResult:
+    def measure(
+        self,
+        text: Text,
+        engine: EngineReading,
+        reference: Reading,
+        beside_cpu: tuple[Divergence, Divergence] | None = None,
+    ) -> TextResult:
         """All figures of one text. The last position is left out: what follows it is not in the text."""
         last = len(text.ids) - 1
 
@@ -169,6 +197,7 @@ class Comparison:
             decode=divergence(engine.decode_rows, range(engine.decode_start, last)),
             greedy=score_greedy(engine.written, reference.logits(last, last + len(engine.written))),
             closest_routing_gap=float(reference.gap[: len(text.ids)].min()),
+            beside_cpu=beside_cpu,
         )
 
     def run_control(self, control: Control, references: dict[str, Reading]) -> dict:

@@ -48,6 +48,12 @@ def read_text(engine: Engine, ids: list[int]) -> EngineReading:
     return EngineReading(prompt, step_through(engine, ids[:last], start), start, written)
 
 
+def read_again(engine: Engine, ids: list[int], decode_start: int) -> EngineReading:
+    """What another engine makes of the same text: one prompt pass, and the same end of it token by token."""
+    prompt = engine.prefill(ids, engine.new_state())
+    return EngineReading(prompt, step_through(engine, ids[:-1], decode_start), decode_start, [])
+
+
 def write_greedily(engine: Engine, logits: torch.Tensor, state, count: int) -> list[int]:
     """`count` tokens, each the first choice after what came before; stop ids do not stop it."""
     written = []

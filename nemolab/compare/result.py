@@ -26,7 +26,10 @@ class Bounds:
 
 @dataclass(frozen=True)
 class TextResult:
-    """All figures of one text."""
+    """All figures of one text.
+
+    beside_cpu  of an engine on a card: how far it lies from the CPU's engine, in the prompt pass and in decode
+    """
 
     text: Text
     perplexity: Perplexity
@@ -34,6 +37,7 @@ class TextResult:
     decode: Divergence
     greedy: Greedy
     closest_routing_gap: float
+    beside_cpu: tuple[Divergence, Divergence] | None = None
 
     def to_dict(self) -> dict:
         return {
@@ -44,6 +48,8 @@ class TextResult:
             "ppl_log_ratio_error": self.perplexity.log_ratio_error,
             **_spell(self.prompt, ""),
             **_spell(self.decode, "_decode"),
+            **(_spell(self.beside_cpu[0], "_beside_cpu") if self.beside_cpu else {}),
+            **(_spell(self.beside_cpu[1], "_decode_beside_cpu") if self.beside_cpu else {}),
             "tokens_decode": self.decode.tokens,
             "greedy_match": self.greedy.match,
             "greedy_of": self.greedy.of,
@@ -95,10 +101,14 @@ class Result:
                 )
         for result in self.texts:
             name = result.text.name
-            for where, kl in (("prompt pass", result.prompt), ("decode", result.decode)):
+            measured = [("", "prompt pass", result.prompt), ("", "decode", result.decode)]
+            if result.beside_cpu:
+                whose = " from the engine on the CPU"
+                measured += [(whose, "prompt pass", result.beside_cpu[0]), (whose, "decode", result.beside_cpu[1])]
+            for whose, where, kl in measured:
                 if not kl.mean <= bounds.kl_mean:
                     found.append(
-                        f"text {name}: mean KL in the {where} is {kl.mean:.3g} nats, above {bounds.kl_mean:g};"
+                        f"text {name}: mean KL{whose} in the {where} is {kl.mean:.3g} nats, above {bounds.kl_mean:g};"
                         f" worst at position {kl.worst.position} ({kl.worst.kl:.3g})"
                     )
             real = [mismatch for mismatch in result.greedy.mismatches if not mismatch.tie]
