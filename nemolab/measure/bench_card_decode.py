@@ -189,7 +189,7 @@ class _Run:
             "active_groups": groups / (inter // 16),
             "bytes_copied": lookups * each.copied,
             "bytes_in_place": lookups * each.in_place,
-            "dense_bytes": memory["dense_bytes"],
+            "dense_bytes": memory["found"]["dense_bytes"],
             "page_locked_bytes": memory["page_locked_bytes"],
         }
 

@@ -114,8 +114,12 @@ def _measure(
             copies.append(bus.copy_gb_s())
         after, memory = engine.stats()["prefill"], engine.memory()["card"]
     found = {name: (after[name] - before[name]) / repeats for name in ("lookups", "misses", "bytes_read")}
-    found |= {"ms": times, "pass_tokens": memory["pass_tokens"], "page_locked_bytes": memory["page_locked_bytes"]}
-    return found | {"peak_allocated_bytes": memory.get("peak_allocated_bytes")}, counts, copies
+    found |= {
+        "ms": times,
+        "page_locked_bytes": memory["page_locked_bytes"],
+        "pass_tokens": memory["planned"]["pass_tokens"],
+    }
+    return found | {"vram_planned": memory["planned"], "vram_peak": memory["peak"]}, counts, copies
 
 
 def _answer(kind: str, store, samples: dict[str, list[float]], found: dict[str, dict], facts: dict) -> dict[str, Any]:

@@ -80,11 +80,18 @@ def recorded_routing(path: str | Path, store, prefetch: int) -> Routing:
 
 
 def _guess(experts: np.ndarray, store, prefetch: int) -> np.ndarray | None:
-    return _made_in(_draw_guesses(experts, store.n_experts, prefetch)) if prefetch else None
+    if not prefetch:
+        return None
+    guesses = _draw_guesses(experts, store.n_experts, prefetch)
+    for rank in range(1, guesses.shape[2]):  # an expert is guessed once: one drawn again gives way to its neighbour
+        mine, before = guesses[:, :, rank], guesses[:, :, :rank]
+        while (again := (before == mine[:, :, None]).any(-1)).any():
+            mine[again] = (mine[again] + 1) % store.n_experts
+    return _made_in(guesses)
 
 
 def _made_in(made_for: np.ndarray) -> np.ndarray:
     """Guesses by the layer that makes them, instead of by the layer they are made for."""
-    guesses = np.zeros(made_for.shape, np.int32)
-    guesses[:, :-1] = made_for[:, 1:]
+    guesses = np.empty(made_for.shape, np.int32)
+    guesses[:, :-1], guesses[:, -1] = made_for[:, 1:], np.arange(made_for.shape[2])
     return guesses

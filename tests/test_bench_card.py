@@ -1,0 +1,183 @@
+"""`nemolab bench decode` and `prefill` on a card: what they count and how, shown on twins. No timing is judged here."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from synthetic import write_checkpoint
+
+from nemolab.errors import UsageError
+from nemolab.measure import bench_card_decode, disk_floor, forced_routing, gpu_floors, record
+from nemolab.measure.bench_card_decode import bench_card_decode as run_decode
+from nemolab.measure.bench_card_prefill import bench_card_prefill
+from nemolab.measure.torch_products import dense_shapes, time_experts
+from nemolab.measure.transfer import STRATEGIES, count_crossing
+from nemolab.store import Store, ensure_store
+
+LAYERS, EXPERTS, TOP_K, WIDTH = 3, 8, 2, 32
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> Store:
+    path = tmp_path_factory.mktemp("bench") / "model"
+    write_checkpoint(path, pattern="ME*EE", hidden=32, latent=WIDTH, inter=WIDTH, experts=EXPERTS, top_k=TOP_K)
+    return Store.open(ensure_store(path))
+
+
+@pytest.fixture(autouse=True)
+def small_samples(monkeypatch):
+    monkeypatch.setattr(disk_floor, "SAMPLE_BYTES", 2**16)
+    monkeypatch.setattr(gpu_floors, "STAND_IN_BYTES", 2**16)
+    monkeypatch.setattr(bench_card_decode, "LONGEST_WARM_UP", 12)
+    monkeypatch.setattr(bench_card_decode, "COUNTED_TOKENS", 2)
+
+
+def decode(store, **settings):
+    return run_decode(store.path, device="twin", **{"tokens": 2, "repeats": 3, "prefetch": 2} | settings)
+
+
+def test_decode_counts_what_each_strategy_moves(store, tmp_path):
+    found = decode(store, transfers=STRATEGIES, cached=0.5)
+    rows = {row["name"].partition(".")[2]: row for row in found["rows"]}
+    for name in STRATEGIES:
+        said = rows[name]["settings"]
+        each = count_crossing(WIDTH, WIDTH, said["active"] * WIDTH, said["active_groups"] * WIDTH / 16)[name]
+        assert said["bytes_copied"] == pytest.approx(LAYERS * TOP_K * each.copied)
+        assert said["bytes_in_place"] == pytest.approx(LAYERS * TOP_K * each.in_place)
+        bus_ms = 1e-6 * (said["bytes_copied"] / said["copy_gb_s"] + said["bytes_in_place"] / said["in_place_gb_s"])
+        assert said["bus_ms"] == pytest.approx(bus_ms)
+        assert said["disk_ms"] == pytest.approx(1e-6 * said["reads"] * store.block_bytes / said["disk_gb_s"])
+        longest = max("bus", "disk", "dense", key=lambda of: said[f"{of}_ms"])
+        assert said["floor_is"] == longest and said["floor_ms"] == said[f"{longest}_ms"]
+        assert found[f"{name}_of_floor"] == pytest.approx(found[f"{name}_ms"] / said["floor_ms"])
+        assert len(record(**rows[name], folder=tmp_path)["values"]) == 3
+    assert found["same_bits"] and rows["pull"]["settings"]["in_turns"]
+    assert [rows[f"{of}_bandwidth"]["unit"] for of in ("read", "disk", "copy", "in_place")] == ["GB/s"] * 4
+
+
+def test_decode_hits_what_a_replay_of_its_trace_hits(store):
+    """The cache of the engine and that of the replay see the same tokens: prompt passes leave no trace in either."""
+    from nemolab.simulate import from_trace, replay
+    from nemolab.trace.synthetic import sticky_trace
+
+    found = decode(store, cached=0.5, prefetch=0, own=False)
+    said = found["rows"][0]["settings"]
+    begun, measured = said["warm_up_tokens"], 2 * 3
+    trace = sticky_trace(begun + measured, LAYERS, EXPERTS, TOP_K)
+    missed = replay(from_trace(trace), "lru", slots=said["slots"]).missed[-measured * LAYERS * TOP_K :]
+    assert said["hit_rate"] == pytest.approx(1 - missed.mean()) and 0 < said["hit_rate"] < 1
+    assert said["misses"] == pytest.approx(missed.sum() / measured)
+
+
+def test_decode_with_all_cached_reads_nothing(store):
+    found = decode(store, cached=1.0)
+    assert found["pull_hit_rate"] == 1 and found["pull_reads"] == 0
+    assert found["rows"][0]["settings"]["disk_ms"] == 0
+
+
+def test_decode_follows_the_models_own_routers(store):
+    found = decode(store, own=True)
+    assert found["routing"] == "the model's own" and found["rows"][0]["settings"]["routing"] == "the model's own"
+
+
+def test_rows_of_twins_are_never_called_a_cards(store):
+    for found in (decode(store, own=True), bench_card_prefill(store.path, device="twin", tokens=5, repeats=3)):
+        assert all(row["name"].startswith("twin_") for row in found["rows"])
+        assert all("twins" in row["settings"]["device"] for row in found["rows"])
+
+
+def test_strategies_with_other_logits_are_refused(store, monkeypatch):
+    warm_up = bench_card_decode._Run.warm_up
+
+    def differ(run):
+        warm_up(run)
+        run.bits += run.name
+
+    monkeypatch.setattr(bench_card_decode._Run, "warm_up", differ)
+    with pytest.raises(UsageError, match="pull, whole: not all give the same logits"):
+        decode(store, transfers=("pull", "whole"), own=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"transfers": ()}, "transfer nothing"),
+        ({"transfers": ("pull", "push")}, "pull, push: one or more of whole, grouped, rows, pull"),
+        ({"cached": 0.0}, "0.0 of the experts cached"),
+        ({"repeats": 2}, "2 samples"),
+        ({"own": True, "trace": "x"}, "not both"),
+    ],
+)
+def test_decode_refuses_what_cannot_be(store, settings, words):
+    with pytest.raises(UsageError, match=words):
+        decode(store, **settings)
+
+
+def test_a_trace_is_followed_with_its_guesses_a_layer_early(store, tmp_path):
+    from nemolab.trace import write_trace
+    from nemolab.trace.synthetic import iid_trace
+
+    trace = iid_trace(6, LAYERS, EXPERTS, TOP_K)
+    write_trace(tmp_path / "plain.trace", trace)
+    drawn = forced_routing.recorded_routing(tmp_path / "plain.trace", store, 1)
+    assert np.array_equal(drawn.experts, trace.experts) and "drawn" in drawn.name
+    for guesses in forced_routing.sticky_routing(40, store, 2).guesses.reshape(-1, 2).tolist():
+        assert len(set(guesses)) == 2 and 0 <= min(guesses) <= max(guesses) < EXPERTS
+    guesses = trace.experts[:, :, ::-1].copy()
+    guesses[:, 0] = -1
+    write_trace(tmp_path / "guessed.trace", replace(trace, guesses=guesses))
+    told = forced_routing.recorded_routing(tmp_path / "guessed.trace", store, 1)
+    assert np.array_equal(told.guesses[:, :-1, 0], trace.experts[:, 1:, 1]) and "drawn" not in told.name
+    write_trace(tmp_path / "other.trace", iid_trace(6, LAYERS + 1, EXPERTS, TOP_K))
+    with pytest.raises(UsageError, match="4 MoE layers, top 2 of 8 experts; this model has 3 layers"):
+        forced_routing.recorded_routing(tmp_path / "other.trace", store, 1)
+
+
+def test_the_walk_past_every_expert_misses_none(store):
+    walk = forced_routing.every_expert_once(store, 1)
+    assert walk.experts.shape[1:] == (LAYERS, TOP_K) and walk.guesses.shape[1:] == (LAYERS, 1)
+    assert all(set(walk.experts[:, layer].ravel()) == set(range(EXPERTS)) for layer in range(LAYERS))
+    assert all(len(set(chosen)) == TOP_K for chosen in walk.experts[:, 0].tolist())
+
+
+def test_prefill_counts_experts_that_cross_and_those_needed(store, tmp_path):
+    found = bench_card_prefill(store.path, device="twin", tokens=7, repeats=3)
+    rows = {row["name"].partition(".")[2]: row for row in found["rows"]}
+    cached, disk = rows["cached"]["settings"], rows["disk"]["settings"]
+    assert 0 < found["needed"] <= LAYERS * min(EXPERTS, 7 * TOP_K)
+    assert found["cached_crossed_once"] and found["disk_crossed_once"]
+    assert cached["bytes_read"] == 0 and "disk_read_ms" not in cached
+    assert disk["misses"] == found["needed"] and disk["bytes_read"] == found["needed"] * store.block_bytes
+    crossed = found["needed"] * WIDTH * WIDTH * 9 // 8
+    for said in (cached, disk):
+        assert said["crossed_bytes"] == crossed and said["floor_ms"] == max(
+            said["copy_ms"], said["torch_ms"], said.get("disk_read_ms", 0)
+        )
+        assert said["copy_ms"] == pytest.approx(1e-6 * crossed / said["copy_gb_s"])
+    assert record(**rows["cached"], folder=tmp_path)["unit"] == "ms"
+    assert len(bench_card_prefill(store.path, device="twin", tokens=7, repeats=3, from_disk=False)["rows"]) == 4
+    with pytest.raises(UsageError, match="no bus to cross"):
+        bench_card_prefill(store.path, device="cpu")
+
+
+def test_torch_multiplies_the_matrices_that_the_engine_does(store):
+    shapes = dense_shapes(store)
+    config, named = store.config, sum(dense_shapes(store).values())
+    mamba, attention, moe = 2, 4, 1 + 2 + 2  # in and out; q, k, v, o; router, latent down and up, shared up and down
+    assert named == mamba + attention + LAYERS * moe
+    assert shapes[EXPERTS, config.hidden_size] == LAYERS, "routers"
+
+
+def test_every_expert_with_tokens_is_multiplied_twice(store, monkeypatch):
+    seen = []
+    multiply = torch.mm
+
+    def watched(a, b):
+        seen.append((a.shape[0], b.shape[1]))
+        return multiply(a, b)
+
+    monkeypatch.setattr(torch, "mm", watched)
+    inter, width = store.expert_shape
+    assert len(time_experts(store, [[3, 0, 1], [0, 2, 0]], torch.device("cpu"), 3)) == 3
+    assert seen[:4] == [(3, inter), (3, width), (1, inter), (1, width)] and len(seen) == 3 * 6
