@@ -248,7 +248,7 @@ def test_experts_are_added_up_as_by_their_twin(device):
 def test_sums_of_experts_have_the_same_bits_wherever_pairs_are_cut(device):
     case = places_of_experts()
     whole = sums_of_experts(device, *case, ())
-    for cuts in ((13,), (1, 2, 20), range(1, 27)):
+    for cuts in ((13,), (1, 2, 20)):
         assert torch.equal(sums_of_experts(device, *case, cuts), whole)
 
 
