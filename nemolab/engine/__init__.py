@@ -1,5 +1,6 @@
 """The engine: a NemotronH that runs, with routed experts read on demand."""
 
 from nemolab.engine.engine import ChatPiece, ChatResult, Engine
+from nemolab.engine.trials import Trials
 
-__all__ = ["ChatPiece", "ChatResult", "Engine"]
+__all__ = ["ChatPiece", "ChatResult", "Engine", "Trials"]

@@ -9,6 +9,7 @@ import torch
 
 from nemolab.checkpoint import Checkpoint
 from nemolab.checkpoint.config import ModelConfig
+from nemolab.engine.trials import Trials
 from nemolab.errors import EngineError
 from nemolab.store import Store, check_source, ensure_store, files
 from nemolab.store.target import MARKER
@@ -54,12 +55,15 @@ def check_prefetch(prefetch: int, config: ModelConfig) -> int:
     return prefetch
 
 
-def open_card(store: Store, device: str, transfer: str | None, vram_gib: float | None) -> CardSide | None:
+def open_card(
+    store: Store, device: str, transfer: str | None, vram_gib: float | None, trials: Trials
+) -> CardSide | None:
     """What runs the model on a card; None for the CPU. Raises EngineError for what a device does not have."""
     if device != "cpu":
         from nemolab.engine.gpu.side import CardSide
 
-        return CardSide(store, device, transfer, vram_gib)
+        return CardSide(store, device, transfer, vram_gib, trials)
+    trials.check(device, transfer, store.config.reachable_experts)
     for name, value in (("transfer", transfer), ("vram_gib", vram_gib)):
         if value is not None:
             raise EngineError(f"{name} is {value!r}, but the device is 'cpu'; it is for device='cuda'")

@@ -26,6 +26,7 @@ from nemolab.engine.recording import make_recorder
 from nemolab.engine.sampling import Sampler
 from nemolab.engine.state import State
 from nemolab.engine.text_stream import ReasoningSplit, TextStream
+from nemolab.engine.trials import NO_TRIALS, Trials
 from nemolab.errors import EngineError
 from nemolab.kernels.team import Team
 from nemolab.kernels.warm_up import warm_up
@@ -83,6 +84,7 @@ class Engine:
     reader_threads   reads in flight
     threads          arithmetic threads; default: torch's number
     layout           of a store made on the way
+    trials           what may be tried, as `nemolab.engine.trials` says; no bit of an answer depends on it
     .budget          a CacheBudget: what the cache may take, of what, and what stays free
     Raises EngineError where the memory does not suffice, StoreError and CheckpointError for unfit files.
     """
@@ -102,6 +104,7 @@ class Engine:
         reader_threads: int = 32,
         threads: int | None = None,
         layout: str = "neuron",
+        trials: Trials = NO_TRIALS,
     ):
         self._model = self._cache = self._team = self._recorder = self._card = None
         self.store = find_store(path, store, layout)
@@ -112,7 +115,7 @@ class Engine:
         self._clocks = Clocks()
         self._lock = threading.Lock()
         try:
-            self._card = open_card(self.store, device, transfer, vram_gib)
+            self._card = open_card(self.store, device, transfer, vram_gib, trials)
             self.budget = self._budget(ram_cache_gib, ram_cache_slots)
             self._cache = ExpertCache(self.store, slots=self.budget.blocks, policy=policy, threads=reader_threads)
             self._team = Team(self.threads)

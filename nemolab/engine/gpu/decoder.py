@@ -55,14 +55,16 @@ class Decoder:
     layers    of the model, in order; head  queues what makes logits float32 [vocab] on the card of a finished x there
     token, attention, parts  what those layers work on
     prefetch  of the guesses for the next MoE layer, how many are read
+    speculate of them, how many are copied, as far as they are cached: for a step that can
     """
 
     def __init__(
         self, layers: Sequence, head: Callable[[torch.Tensor], torch.Tensor], vocab: int, token: TokenInput,
-        attention: AttentionSteps, parts: TokenParts, finder: Finder, prefetch: int, device,
+        attention: AttentionSteps, parts: TokenParts, finder: Finder, prefetch: int, speculate: int, device,
     ):  # fmt: skip
         self._layers, self._head, self._token, self._attention = layers, head, token, attention
-        self._parts, self._finder, self._prefetch, self._device = parts, finder, prefetch, device
+        self._parts, self._finder, self._device = parts, finder, device
+        self._prefetch, self._speculate = prefetch, speculate
         self._moe_layers = [layer for layer in layers if isinstance(layer, MoeLayer)]
         places = [place for place, layer in enumerate(layers) if isinstance(layer, MoeLayer)]
         # The layers of each stretch that are no MoE layers: first and last + 1.
@@ -103,6 +105,8 @@ class Decoder:
                 guessed = guesses.learn(number)
                 if self._prefetch:  # in the gap: not beside what this layer itself reads
                     finder.cache.prefetch(number + 1, guessed[: self._prefetch].tolist())
+                if self._speculate:
+                    step.look_ahead(number + 1, guessed[: self._speculate].tolist(), finder.keeper.find)
             if parts.record:
                 parts.record.note(experts, missed, guessed if guesses else None)
         self._parts.stretches.run(len(self._moe_layers), partial(self._queue, len(self._moe_layers), state))
@@ -132,6 +136,7 @@ class Decoder:
         self._parts.stretches.drop()
         self._device.wait()
         self._finder.keeper.start_over()
+        self._parts.step.start_over()
 
     def close(self) -> None:
         """Once the card is done. Closing twice is fine."""

@@ -11,9 +11,9 @@ from nemolab.engine.gpu.attention import AttentionLayer, AttentionSteps
 from nemolab.engine.gpu.cache_memory import CacheMemory, Finder
 from nemolab.engine.gpu.decoder import Decoder, TokenInput
 from nemolab.engine.gpu.guard import Guard
+from nemolab.engine.gpu.kept import CopyWatcher, make_step
 from nemolab.engine.gpu.layers import PIECE_TOKENS, MambaLayer, MlpLayer, Norm
 from nemolab.engine.gpu.moe import MoeLayer
-from nemolab.engine.gpu.moe_step import MoeStep
 from nemolab.engine.gpu.operators import find_operators
 from nemolab.engine.gpu.plan import LOGIT_ROWS, card_dense_bytes
 from nemolab.engine.gpu.prompt_experts import PromptExperts
@@ -24,6 +24,7 @@ from nemolab.engine.gpu.token_parts import TokenParts
 from nemolab.engine.gpu.weights import QUANTISED, CardWeights
 from nemolab.engine.model import ACTIVATIONS
 from nemolab.engine.state import State
+from nemolab.engine.trials import Trials
 from nemolab.engine.weights import DenseWeights
 from nemolab.errors import EngineError
 from nemolab.kernels.team import Team
@@ -35,10 +36,10 @@ class CardModel:
 
     transfer  how a token's experts reach the arithmetic: see `moe_step`
     prefetch  how many guesses for the next MoE layer are read while one computes
-    guard     watches the card's memory
+    guard     watches the card's memory; trials  what is tried, as a rule nothing
     """
 
-    def __init__(self, store, cache, team: Team, device, transfer: str, prefetch: int, guard: Guard):
+    def __init__(self, store, cache, team: Team, device, transfer: str, prefetch: int, guard: Guard, trials: Trials):
         config, operators = store.config, find_operators(device.torch_device)
         for field, known in ACTIVATIONS.items():
             if getattr(config, field) not in known:
@@ -46,7 +47,7 @@ class CardModel:
         if store.layout != "neuron":
             raise EngineError(f"this store has layout {store.layout!r}; a card needs 'neuron': nemolab repack makes it")
         self.config, self.team, self.device, self._prefetch = config, team, device, prefetch
-        self._guard = guard
+        self._guard, self._guesses = guard, max(prefetch, trials.speculate)
         stored = DenseWeights(store, team)
         weights = CardWeights(stored, card_dense_bytes(store), device.torch_device, operators)
         self.embeddings = stored.matrix("backbone.embeddings", config.vocab_size, config.hidden_size)
@@ -55,8 +56,11 @@ class CardModel:
         self._table = ExpertTable(store.n_layers, store.n_experts, device, operators)
         keeper = cache.watcher = TableKeeper(self._table, self.memory)
         self._finder = Finder(cache, self.memory, keeper, device)
-        step = MoeStep(transfer, *store.expert_shape, config.top_k, self._table, scales_2, device, operators)
+        step = make_step(trials, transfer, store, self._table, scales_2, device, operators)
+        if trials.speculate:
+            cache.watcher = CopyWatcher(keeper, step)
         self._parts = TokenParts(config, step, Stretches(device.new_graphs), device, operators)
+        self._parts.shared_first = trials.shared_first
         prompts = PromptExperts(store.expert_shape, cache, self.memory, device, operators)
         self._token = TokenInput(config.hidden_size, device)
         attention, ordinal = AttentionSteps(config, device.torch_device, operators, self._token.tokens), 0
@@ -83,7 +87,7 @@ class CardModel:
         for layer, following in pairwise(self.moe_layers):
             layer.following = following
         parts = (self._token, attention, self._parts, self._finder)
-        self._decoder = Decoder(self.layers, self._head, config.vocab_size, *parts, prefetch, device)
+        self._decoder = Decoder(self.layers, self._head, config.vocab_size, *parts, prefetch, trials.speculate, device)
         self.set_recorder(None)
 
     def new_state(self) -> State:
@@ -93,7 +97,7 @@ class CardModel:
         """Let a recorder be told everything from now on, or (None) nobody."""
         self._recorder = recorder
         # Without prefetch the recorder guesses by itself, on the CPU.
-        self._parts.guess(max(self._prefetch, recorder.guesses if recorder else 0) if self._prefetch else 0)
+        self._parts.guess(max(self._guesses, recorder.guesses if recorder else 0) if self._guesses else 0)
         self._parts.queue_record_by(recorder)
         for layer in self.moe_layers:
             layer.recorder = recorder

@@ -68,6 +68,8 @@ class MoeLayer:
         parts, layer = self._parts, self.ordinal
         step, guesses = parts.step, parts.guesses if self.following else None
         h = self.norm.run(x, self._h)
+        if self.shared and parts.shared_first:
+            self.shared.add_step(h, x)
         self.card_gate.multiply(h, parts.logits)
         parts.router.run(parts.logits, self.card_bias, step.ids, step.weights)
         if parts.forced:
@@ -82,7 +84,7 @@ class MoeLayer:
         if self.latent_down:
             self.latent_down.multiply(h, step.x)
         step.start(layer)
-        if self.shared:
+        if self.shared and not parts.shared_first:
             self.shared.add_step(h, x)
 
     def leave(self, x: torch.Tensor) -> None:

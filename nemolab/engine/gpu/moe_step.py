@@ -72,6 +72,7 @@ class MoeStep:
     scales_2            float32 [layers, experts, 2] on the card
     device, operators   as of `engine.gpu.device` and `engine.gpu.operators`
     waves               experts of each wave of copies, by default a share of top_k
+    slots               that copies go to, by default two banks of top_k
     .x, .out            float32 [X]; .ids int32 [top_k], .weights float32 [top_k]: what a step reads and writes, always
                         the same buffers, so that it can be part of a CUDA graph
     A layer is `expect`, `tell` once ids are queued, `start` once x is too, `choice`, `finish`; `tell` and `start` queue
@@ -90,6 +91,7 @@ class MoeStep:
         device,
         operators,
         waves: tuple[int, ...] | None = None,
+        slots: int | None = None,
     ):
         if strategy not in STRATEGIES:
             raise EngineError(f"unknown transfer strategy {strategy!r}; known: {', '.join(STRATEGIES)}")
@@ -115,13 +117,13 @@ class MoeStep:
         self._turn = 0
         if strategy != "pull":
             stride = _stride(strategy, inter, width)
-            self._banks = torch.empty(2, top_k, stride, dtype=torch.uint8, device=there)
+            self._banks = torch.empty(slots or 2 * top_k, stride, dtype=torch.uint8, device=there)
             at = self._banks.data_ptr() + stride * np.arange(2 * top_k, dtype=np.int64).reshape(2, top_k)
             self._slots, self._slots_there = at, torch.from_numpy(at.copy()).to(there)
             self._copies = device.new_stream()
             self._to, self._sources = at.copy(), np.zeros(top_k, np.int64)
-            copied_bytes, stream = _copied_bytes(strategy, inter, width), self._copies.cuda_stream
-            self._batches = [CopyBatch(device.locker, to, self._sources, copied_bytes, stream) for to in self._to]
+            self._copied_bytes, stream = _copied_bytes(strategy, inter, width), self._copies.cuda_stream
+            self._batches = [CopyBatch(device.locker, to, self._sources, self._copied_bytes, stream) for to in self._to]
             self._done = [device.new_event(), device.new_event()]
             self._copied = [device.new_event() for _ in range(len(self.waves) + 1)]
 
@@ -256,6 +258,9 @@ class MoeStep:
 
     def _choice_address(self, layer: int) -> int:
         return self._choices.address + 4 * layer * self.top_k
+
+    def start_over(self) -> None:
+        """After a token that broke off, once the card is done with it."""
 
     def close(self) -> None:
         """Wait for the card and give page-locked memory back. Closing twice is fine."""

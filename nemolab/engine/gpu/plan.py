@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from nemolab.checkpoint.formats import GROUP
 from nemolab.engine.gpu.attention import query_rows
@@ -33,6 +34,7 @@ class CardPlan:
     state    of a conversation of CONVERSATION_TOKENS, whose prompt came in passes
     prompt   activations of a pass of `pass_tokens`
     budget_bytes  all that may be taken, or None
+    kept     what a trial keeps there (`nemolab.engine.trials`)
     context  beside torch's tensors: as a rule CONTEXT_BYTES, more where more was found
     """
 
@@ -43,11 +45,12 @@ class CardPlan:
     prompt_bytes: int
     budget_bytes: int | None = None
     context_bytes: int = CONTEXT_BYTES
+    kept_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         parts = (self.dense_bytes, self.experts_bytes, self.state_bytes, self.prompt_bytes)
-        return sum(parts) + WORKSPACE_BYTES + self.context_bytes
+        return sum(parts) + self.kept_bytes + WORKSPACE_BYTES + self.context_bytes
 
     def to_dict(self) -> dict:
         return {
@@ -56,6 +59,7 @@ class CardPlan:
             "experts_bytes": self.experts_bytes,
             "state_bytes": self.state_bytes,
             "prompt_bytes": self.prompt_bytes,
+            "kept_bytes": self.kept_bytes,
             "workspace_bytes": WORKSPACE_BYTES,
             "context_bytes": self.context_bytes,
             "total_bytes": self.total_bytes,
@@ -63,41 +67,48 @@ class CardPlan:
 
 
 def plan_card(
-    store, ring: int, budget_bytes: int | None, context_bytes: int = CONTEXT_BYTES, transfer: str = "pull"
+    store,
+    ring: int,
+    budget_bytes: int | None,
+    context_bytes: int = CONTEXT_BYTES,
+    transfer: str = "pull",
+    kept_bytes: int = 0,
 ) -> CardPlan:
     """The plan with the longest prompt passes that the budget allows. Raises EngineError with the numbers.
 
     ring  blocks of a bank of the cache's ring; transfer  how a token's experts get there
     """
-    tokens = LONGEST_PASS
-    while True:
-        plan = _plan(store, ring, tokens, budget_bytes, context_bytes, transfer)
+    plans = [
+        replace(plan, budget_bytes=budget_bytes, context_bytes=context_bytes, kept_bytes=kept_bytes)
+        for plan in _plans(store, ring, transfer)
+    ]
+    for plan in plans:
         if budget_bytes is None or plan.total_bytes <= budget_bytes:
             return plan
-        if tokens == SHORTEST_PASS:
-            raise EngineError(_refusal(plan))
-        tokens //= 2
-
-
-def _plan(store, ring: int, tokens: int, budget_bytes: int | None, context_bytes: int, transfer: str) -> CardPlan:
-    config, capacity = store.config, 0
-    for held in range(tokens, CONVERSATION_TOKENS + 1, tokens):
-        capacity = grow_capacity(capacity, held)
-    return CardPlan(
-        pass_tokens=tokens,
-        dense_bytes=card_dense_bytes(store),
-        experts_bytes=ring_blocks(ring) * store.block_bytes + _step_bytes(config, store.expert_shape, transfer),
-        state_bytes=state_bytes(config, capacity),
-        prompt_bytes=_prompt_bytes(config, store.expert_shape, tokens),
-        budget_bytes=budget_bytes,
-        context_bytes=context_bytes,
-    )
+    raise EngineError(_refusal(min(plans, key=lambda plan: plan.total_bytes)))
 
 
 def least_bytes(store, ring: int, transfer: str = "pull") -> int:
     """Of a card's memory, with passes of whatever length takes least: no budget below runs."""
-    lengths = [LONGEST_PASS >> halved for halved in range((LONGEST_PASS // SHORTEST_PASS).bit_length())]
-    return min(_plan(store, ring, tokens, None, CONTEXT_BYTES, transfer).total_bytes for tokens in lengths)
+    return min(plan.total_bytes for plan in _plans(store, ring, transfer))
+
+
+def _plans(store, ring: int, transfer: str) -> Iterator[CardPlan]:
+    """With passes of all lengths, the longest first."""
+    config, tokens = store.config, LONGEST_PASS
+    experts_bytes = ring_blocks(ring) * store.block_bytes + _step_bytes(config, store.expert_shape, transfer)
+    while tokens >= SHORTEST_PASS:
+        capacity = 0
+        for held in range(tokens, CONVERSATION_TOKENS + 1, tokens):
+            capacity = grow_capacity(capacity, held)
+        yield CardPlan(
+            pass_tokens=tokens,
+            dense_bytes=card_dense_bytes(store),
+            experts_bytes=experts_bytes,
+            state_bytes=state_bytes(config, capacity),
+            prompt_bytes=_prompt_bytes(config, store.expert_shape, tokens),
+        )
+        tokens //= 2
 
 
 def host_dense_bytes(store) -> int:
@@ -161,9 +172,8 @@ def _mamba_bytes(config, tokens: int) -> int:
 
 def _refusal(plan: CardPlan) -> str:
     shown = {name.removesuffix("_bytes").replace("_", " "): value for name, value in plan.to_dict().items()}
-    parts = ", ".join(
-        f"{name} {show_bytes(shown[name])}" for name in ("dense", "experts", "state", "prompt", "workspace", "context")
-    )
+    names = ("dense", "experts", "state", "prompt", "kept", "workspace", "context")
+    parts = ", ".join(f"{name} {show_bytes(shown[name])}" for name in names if name != "kept" or plan.kept_bytes)
     return (
         f"vram_gib allows {show_bytes(plan.budget_bytes)}, but this model takes {show_bytes(plan.total_bytes)} of a "
         f"card's memory, with prompts in passes of {plan.pass_tokens} tokens ({parts}); ask for that much"

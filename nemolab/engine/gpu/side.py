@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from nemolab.engine.gpu.device import open_device
 from nemolab.engine.gpu.guard import SPARE_BYTES, Guard
+from nemolab.engine.gpu.kept import kept_bytes
 from nemolab.engine.gpu.model import CardModel
 from nemolab.engine.gpu.moe_step import STRATEGIES
 from nemolab.engine.gpu.plan import CONTEXT_BYTES, host_dense_bytes, least_bytes, plan_card
+from nemolab.engine.trials import Trials
 from nemolab.errors import EngineError
 from nemolab.store import ExpertCache, Store
 from nemolab.store.cache import RING
@@ -26,12 +29,13 @@ class CardSide:
     Raises EngineError without a card, for unknown settings, and where the plan does not fit `vram_gib`.
     """
 
-    def __init__(self, store: Store, device: str, transfer: str | None, vram_gib: float | None):
+    def __init__(self, store: Store, device: str, transfer: str | None, vram_gib: float | None, trials: Trials):
         self.transfer = "pull" if transfer is None else transfer
         if self.transfer not in STRATEGIES:
             raise EngineError(f"transfer is {transfer!r}; known are {', '.join(STRATEGIES)}")
-        ring = min(RING, store.n_experts)
-        budget_bytes = _budget_bytes(vram_gib, store, ring)
+        trials.check(device, self.transfer, store.config.reachable_experts)
+        ring, self._trials = min(RING, store.n_experts), trials
+        budget_bytes = _budget_bytes(vram_gib, lambda: least_bytes(store, ring, self.transfer))
         self.device, self._store = open_device(device), store
         total_bytes = self.device.total_bytes
         if budget_bytes is not None and total_bytes is not None and budget_bytes > total_bytes:
@@ -39,7 +43,8 @@ class CardSide:
         usage, context_bytes = self.device.look(), CONTEXT_BYTES
         if usage is not None and usage.beside_bytes is not None:  # before any kernel, so the rest is still to come
             context_bytes = max(context_bytes, usage.beside_bytes + SPARE_BYTES)
-        plan = plan_card(store, ring, budget_bytes or total_bytes, context_bytes, self.transfer)
+        kept = kept_bytes(trials, self.transfer, store)
+        plan = plan_card(store, ring, budget_bytes or total_bytes, context_bytes, self.transfer, kept)
         self.plan = replace(plan, budget_bytes=budget_bytes)
         self.pass_tokens = plan.pass_tokens
         self.host_bytes = host_dense_bytes(store) + store.config.top_k * store.block_bytes
@@ -47,7 +52,7 @@ class CardSide:
         self.guard = Guard(self.device, self.plan)
 
     def make_model(self, cache: ExpertCache, team, prefetch: int) -> CardModel:
-        parts = (self._store, cache, team, self.device, self.transfer, prefetch, self.guard)
+        parts = (self._store, cache, team, self.device, self.transfer, prefetch, self.guard, self._trials)
         self._model = self.guard.load("this model", lambda: CardModel(*parts))
         return self._model
 
@@ -56,7 +61,7 @@ class CardSide:
 
         budget_bytes     all that the process may take of the card, or None
         limit_bytes      of it, torch's; less than planned once more was found beside torch
-        planned          {dense, experts, state, prompt, workspace, context, total}_bytes, and pass_tokens
+        planned          {dense, experts, state, prompt, kept, workspace, context, total}_bytes, and pass_tokens
         found            dense_bytes of weights; allocated_bytes of tensors, these included; reserved_bytes by torch;
                          beside_bytes, the driver's and libraries' (None: not known; `beside_is` says how it is known);
                          in_use_bytes by everybody; total_bytes there are
@@ -89,10 +94,10 @@ class CardSide:
         self.guard.close()
 
 
-def _budget_bytes(gib: float | None, store: Store, ring: int) -> int | None:
+def _budget_bytes(gib: float | None, least_bytes: Callable[[], int]) -> int | None:
     if gib is None:
         return None
     if isinstance(gib, bool) or not isinstance(gib, int | float) or not 0 < gib < 2**20:
-        least = show_bytes(least_bytes(store, ring))
+        least = show_bytes(least_bytes())
         raise EngineError(f"vram_gib is {gib!r}; a positive number of GiB is needed, {least} or more for this model")
     return int(gib * 2**30)

@@ -83,6 +83,10 @@ class TableKeeper:
         """The memory of these blocks is about to be used for others."""
         self._changes |= dict.fromkeys(blocks, 0)  # in one step that no interrupt cuts in two
 
+    def find(self, block: int) -> int:
+        """Where the card can read a block by itself, what is not flushed yet included; 0: nowhere."""
+        return self._changes.get(block, int(self._table.host.flat[block]))
+
     def flush(self) -> None:
         """Let the card know, in the order of its stream."""
         if self._changes:

@@ -17,11 +17,12 @@ class TokenParts:
 
     .step        the MoeStep; .stretches  the Stretches, whose graphs touch all these
     .h, .logits  float32 [hidden], [experts]; .router  of a layer's own experts
+    .shared_first  the shared expert comes before the router, not behind the choice
     .guesses     a Guesses, .forced a ForcedRouting, .record a RecordQueue, each or None
     """
 
     def __init__(self, config, step: MoeStep, stretches: Stretches, device, operators):
-        self.step, self.stretches = step, stretches
+        self.step, self.stretches, self.shared_first = step, stretches, False
         self._config, self._device, self._operators = config, device, operators
         self.limits = (config.n_group, config.topk_group)
         self.routing = (config.top_k, *self.limits, config.norm_topk_prob, config.routed_scaling_factor)
