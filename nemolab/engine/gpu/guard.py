@@ -35,7 +35,7 @@ class Guard:
         self._limit()
 
     def run(self, tokens: int, what: str, compute: Callable[[], Result]) -> Result:
-        """What `compute` returns: a pass of so many tokens, in words `what`.
+        """What `compute` returns: a pass of so many tokens (0: work on its own), in words `what`.
 
         Raises EngineError where memory ends and, before anything is computed, where the process holds more than the
         budget already.
@@ -46,14 +46,14 @@ class Guard:
         if watched:
             self._device.begin()
             self._check_held()
-        result = self.compute(what, compute)
+        result = self._compute(what, compute)
         if watched:
             self._limit()
         return result
 
     def load(self, what: str, compute: Callable[[], Result]) -> Result:
         """The same for what is to stay on the card."""
-        result = self.compute(what, compute)
+        result = self._compute(what, compute)
         self._limit()
         self._check_held()
         return result
@@ -64,8 +64,7 @@ class Guard:
             self.limit_bytes = None
             self._device.set_limit(None)
 
-    def compute(self, what: str, compute: Callable[[], Result]) -> Result:
-        """The same, with nothing measured. Raises EngineError where memory ends."""
+    def _compute(self, what: str, compute: Callable[[], Result]) -> Result:
         try:
             return compute()
         except torch.OutOfMemoryError as problem:

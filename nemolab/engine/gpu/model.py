@@ -150,7 +150,7 @@ class CardModel:
                 piece.copy_(self.head.apply(rows.to(self.device.torch_device).bfloat16()))
             return out
 
-        return self._guard.compute(f"logits of {hidden.shape[0]} tokens", compute)
+        return self._guard.run(0, f"logits of {hidden.shape[0]} tokens", compute)
 
     def step(self, token_id: int, state: State) -> torch.Tensor:
         """One token -> logits float32 [vocab] on the CPU; the state moves on by it."""
