@@ -10,6 +10,7 @@ from synthetic import write_checkpoint
 from nemolab.errors import UsageError
 from nemolab.measure import bench_card_decode, disk_floor, forced_routing, gpu_floors, record
 from nemolab.measure.bench_card_decode import bench_card_decode as run_decode
+from nemolab.measure.bench_card_memory import Watch, bench_card_memory
 from nemolab.measure.bench_card_prefill import bench_card_prefill
 from nemolab.measure.torch_products import dense_shapes, time_experts
 from nemolab.measure.transfer import STRATEGIES, count_crossing
@@ -79,6 +80,26 @@ def test_decode_with_all_cached_reads_nothing(store):
 def test_decode_follows_the_models_own_routers(store):
     found = decode(store, own=True)
     assert found["routing"] == "the model's own" and found["rows"][0]["settings"]["routing"] == "the model's own"
+
+
+def test_a_trial_is_measured_beside_none(store):
+    found = decode(store, cached=0.5, transfers=("rows",), trials=[{"shared_first": True}, {"kept_gib": 0.0001}])
+    names = [row["name"] for row in found["rows"][:3]]
+    assert names == ["twin_decode.rows", "twin_decode.rows_shared_first", "twin_decode.rows_kept_gib_0_0001"]
+    assert found["rows"][1]["settings"]["trials"] == {"shared_first": True} and found["same_bits"]
+    assert found["rows_is_faster_than_rows_shared_first"] > 0
+
+
+def test_trials_are_read_from_words():
+    from nemolab.commands.bench_card import parse_trial
+
+    assert parse_trial("shared_first=1,kept_gib=0.5") == {"shared_first": True, "kept_gib": 0.5}
+    assert parse_trial("speculate=4") == {"speculate": 4} and parse_trial("prompt_enters=0") == {"prompt_enters": False}
+    for word in ("speed=9", "speculate=many", "speculate"):
+        with pytest.raises(
+            UsageError, match=f"--trial {word}: one of shared_first, prompt_enters, kept_gib, speculate"
+        ):
+            parse_trial(word)
 
 
 def test_rows_of_twins_are_never_called_a_cards(store):
@@ -181,3 +202,38 @@ def test_every_expert_with_tokens_is_multiplied_twice(store, monkeypatch):
     inter, width = store.expert_shape
     assert len(time_experts(store, [[3, 0, 1], [0, 2, 0]], torch.device("cpu"), 3)) == 3
     assert seen[:4] == [(3, inter), (3, width), (1, inter), (1, width)] and len(seen) == 3 * 6
+
+
+class FakeMeter:
+    """A card of which 100 bytes are others', and more and more is ours."""
+
+    def __init__(self):
+        self.asked = 0
+
+    def used_bytes(self) -> int:
+        self.asked += 1
+        return 100 + 2**20 * (self.asked - 1)
+
+
+def test_memory_is_what_the_driver_tells_less_what_others_held(store):
+    meter = FakeMeter()
+    found = bench_card_memory(store.path, device="twin", vram_gib=1, prompt_tokens=5, tokens=2, meter=meter)
+    assert found["asked"] == meter.asked - 1 >= 3, "each phase is looked at once at least"
+    assert found["peak_gib"] == found["decode_gib"] == found["asked"] / 2**10
+    assert found["load_gib"] < found["prompt_gib"] < found["decode_gib"] and found["within_budget"]
+    assert [row["name"] for row in found["rows"]] == [f"card_memory.{of}" for of in ("load", "prompt", "decode")]
+    assert found["rows"][0]["settings"]["planned"]["total_bytes"] == found["planned_gib"] * 2**30
+
+
+def test_a_peak_between_two_looks_at_the_engine_is_seen():
+    watch = Watch(FakeMeter())
+    with watch.phase("load"):
+        pass
+    assert watch.most_bytes["load"] == watch.asked * 2**20
+
+
+def test_memory_needs_a_driver_that_tells(store):
+    with pytest.raises(UsageError, match="'twin' has no memory of its own"):
+        bench_card_memory(store.path, device="twin")
+    with pytest.raises(UsageError, match="1 of each"):
+        bench_card_memory(store.path, device="twin", tokens=0, meter=FakeMeter())

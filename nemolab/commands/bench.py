@@ -1,10 +1,11 @@
 """`nemolab bench`: timings as ratios taken in one run, with their samples, settings and machine."""
 
-import statistics
 from collections.abc import Callable
 
 import click
 
+from nemolab.commands.bench_card import card_memory, decode_table, linear, moe_step, parse_trial, prefill
+from nemolab.commands.measured import answer_with_rows, plain
 from nemolab.commands.verb import Answer, FiniteRange, PathName, checkpoint_argument, refuse_rows_of_twins, table, verb
 from nemolab.errors import UsageError
 
@@ -52,6 +53,13 @@ def common_options(function: Callable) -> Callable:
 @click.option("--prefetch", type=click.IntRange(min=0), default=None, help="Guesses read ahead. [default: 4]")
 @click.option("--vram-gib", type=FiniteRange(min=0, min_open=True), default=None, help="Of the card's memory.")
 @click.option("--trace", type=PathName(), default=None, metavar="FILE", help="Send tokens where a trace did.")
+@click.option(
+    "--trial",
+    "trials",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Also with this: shared_first=1, speculate=4, kept_gib=0.5, prompt_enters=1; several joined by commas.",
+)
 @click.option("--own-routing", "own", is_flag=True, default=None, help="Send tokens where the model's routers say.")
 @common_options
 def decode(path, tokens, device, repeats, threads, record, **on_a_card):
@@ -70,66 +78,27 @@ def decode(path, tokens, device, repeats, threads, record, **on_a_card):
       nemolab bench decode --repeats 15 --record --json
       nemolab bench decode --device cuda --own-routing
       nemolab bench decode /nvme/super --device cuda --transfer all --vram-gib 8 --record
+      nemolab bench decode /nvme/super --device cuda --transfer rows --trial kept_gib=2 --trial speculate=4
     """
-    given = {name: value for name, value in on_a_card.items() if value is not None}
+    given = {name: value for name, value in on_a_card.items() if value not in (None, ())}
     if device == "cpu":
         from nemolab.measure.bench import bench_decode
 
         if given:
-            names = ", ".join(f"--{'own-routing' if name == 'own' else name.replace('_', '-')}" for name in given)
+            words = {"own": "own-routing", "trials": "trial", "vram_gib": "vram-gib"}
+            names = ", ".join(f"--{words.get(name, name)}" for name in given)
             raise UsageError(f"{names}: for an engine on a card; add --device cuda")
-        return _answer(bench_decode(path, tokens=tokens or 64, repeats=repeats, threads=threads), record)
+        return answer_with_rows(bench_decode(path, tokens=tokens or 64, repeats=repeats, threads=threads), record)
     from nemolab.measure.bench_card_decode import bench_card_decode
     from nemolab.measure.transfer import STRATEGIES
 
     transfer = given.pop("transfer", "pull")
     given["transfers"] = STRATEGIES if transfer == "all" else (transfer,)
+    given["trials"] = [parse_trial(word) for word in given.pop("trials", ())]
     refuse_rows_of_twins(record, device)
     data = bench_card_decode(path, device=device, tokens=tokens or 16, repeats=repeats, threads=threads, **given)
-    answer = _answer(data, record)
+    answer = answer_with_rows(data, record)
     return Answer(data, f"{table(*decode_table(data))}\n\n{answer.text}")
-
-
-def decode_table(data: dict) -> tuple[list[str], list[list]]:
-    """Headers and rows of what `bench_card_decode` found, a row a case."""
-    headers = ["case", "ms/token", "least", "most", "floor ms", "is of", "x floor", "hit rate", "reads", "CPU ms"]
-    rows = []
-    for row in data["rows"]:
-        if row["unit"] == "ms/token":
-            ms, said = statistics.median(row["values"]), row["settings"]
-            figures = [ms, min(row["values"]), max(row["values"]), said["floor_ms"]]
-            rows.append([row["name"].partition(".")[2], *figures, said["floor_is"], ms / said["floor_ms"]])
-            rows[-1] += [said["hit_rate"], said["reads"], said["cpu_ms"]]
-    return headers, rows
-
-
-@verb("prefill")
-@checkpoint_argument
-@click.option("--device", default="cuda", show_default=True, metavar="cuda|cuda:1", help="Which card.")
-@click.option("--tokens", type=click.IntRange(min=1), default=2048, show_default=True, help="Of the prompt.")
-@click.option("--vram-gib", type=FiniteRange(min=0, min_open=True), default=None, help="Of the card's memory.")
-@click.option("--from-disk/--from-ram", default=True, show_default=True, help="Once more with no expert in RAM, too.")
-@click.option("--repeats", type=click.IntRange(min=3), default=5, show_default=True, help="Rounds.")
-@click.option("--record", is_flag=True, help="Keep the samples as rows in data/measurements.")
-def prefill(path, device, tokens, vram_gib, from_disk, repeats, record):
-    """A prompt's pass through all layers of a card.
-
-    Every expert that the prompt needs crosses the bus once, so one floor is their bytes over the bandwidth of a plain
-    copy; the other is the time of torch's own BF16 products of the same shapes. Both are measured in the same run.
-    Timed with all experts in RAM, then with all of them on disk, whose direct reads are a floor as well.
-
-    \b
-    Examples:
-      nemolab bench prefill --tokens 512
-      nemolab bench prefill /nvme/super --vram-gib 8 --record --json
-    """
-    from nemolab.measure.bench_card_prefill import bench_card_prefill
-
-    refuse_rows_of_twins(record, device)
-    data = bench_card_prefill(
-        path, device=device, tokens=tokens, repeats=repeats, vram_gib=vram_gib, from_disk=from_disk
-    )
-    return _answer(data, record)
 
 
 @verb("expert")
@@ -155,7 +124,7 @@ def expert(shape, experts, active, repeats, threads, record):
     """
     from nemolab.measure.bench import bench_expert
 
-    return _answer(bench_expert(shape, experts, active, repeats, threads), record)
+    return answer_with_rows(bench_expert(shape, experts, active, repeats, threads), record)
 
 
 @verb("trace")
@@ -179,7 +148,7 @@ def trace(path, tokens, slots, prefetch, repeats, threads, record):
     """
     from nemolab.measure.bench_trace import bench_trace
 
-    return _answer(bench_trace(path, tokens, repeats, threads, slots, prefetch), record)
+    return answer_with_rows(bench_trace(path, tokens, repeats, threads, slots, prefetch), record)
 
 
 @verb("repack")
@@ -211,28 +180,8 @@ def repack(layout, gib, folder, repeats, memory, record):
     from nemolab.measure.bench_repack import bench_repack, bench_repack_memory
 
     if memory:
-        return _answer(bench_repack_memory(layout=layout, folder=folder), record)
-    return _answer(bench_repack(layout, gib, folder, repeats), record)
-
-
-@verb("linear")
-@click.option("--tokens", type=click.IntRange(min=1), default=2048, show_default=True, help="Of the prompt.")
-@click.option("--repeats", type=click.IntRange(min=3), default=9, show_default=True, help="Rounds.")
-@click.option("--record", is_flag=True, help="Keep the samples as rows in data/measurements.")
-def linear(tokens, repeats, record):
-    """Dense products on a CUDA card, straight from FP8 and 4-bit bytes.
-
-    One token: matrices of 64 MB and more, one after another, beside the bandwidth of a kernel that only reads.
-    A prompt: beside torch's BF16 product of the same shape. All in one run. Needs a card.
-
-    \b
-    Examples:
-      nemolab bench linear
-      nemolab bench linear --tokens 512 --record --json
-    """
-    from nemolab.measure.bench_linear import bench_linear
-
-    return _answer(bench_linear(tokens, repeats), record)
+        return answer_with_rows(bench_repack_memory(layout=layout, folder=folder), record)
+    return answer_with_rows(bench_repack(layout, gib, folder, repeats), record)
 
 
 @verb("replay")
@@ -257,8 +206,8 @@ def replay(trace, tokens, alone, repeats, record):
     from nemolab.measure.bench_replay import bench_replay
 
     data = bench_replay(trace, tokens=tokens, repeats=repeats, rival=not alone)
-    answer = _answer(data, record)
-    speeds = [[name, _plain(rate), _plain(data["first_call_s"][name])] for name, rate in data["million_per_s"].items()]
+    answer = answer_with_rows(data, record)
+    speeds = [[name, plain(rate), plain(data["first_call_s"][name])] for name, rate in data["million_per_s"].items()]
     speeds_table = table(["policy", "million lookups/s", "first call, s"], speeds)
     return Answer(data, f"{speeds_table}\n\n{answer.text}")
 
@@ -283,52 +232,12 @@ def bookkeeping(prefetch, policy, tokens, repeats, record):
     """
     from nemolab.measure.bench_bookkeeping import bench_bookkeeping
 
-    return _answer(bench_bookkeeping(tokens, repeats, prefetch, policy), record)
-
-
-@verb("moe-step")
-@click.option("--shape", default="super", show_default=True, help="Sizes of an expert: super, nano or tiny.")
-@click.option("--experts", type=click.IntRange(min=1), default=22, show_default=True, help="Chosen for a token.")
-@click.option("--active", type=click.FloatRange(0, 1), default=0.075, show_default=True, help="Share of neurons.")
-@click.option("--cached", type=click.IntRange(min=1), default=512, show_default=True, help="Experts to choose from.")
-@click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, help="In a row, for a sample.")
-@click.option("--repeats", type=click.IntRange(min=3), default=9, show_default=True, help="Rounds.")
-@click.option("--record", is_flag=True, help="Keep the samples as rows in data/measurements.")
-def moe_step(shape, experts, active, cached, steps, repeats, record):
-    """One MoE layer on a CUDA card, by each way for experts to reach the arithmetic.
-
-    Everything lies in page-locked memory. A strategy's floor is the time its bytes take: those it copies at the rate of
-    a plain copy, those it reads in place at the rate of a kernel that only adds up; both are measured in the same run.
-    The strategies' outputs must be equal to the bit.
-
-    \b
-    Examples:
-      nemolab bench moe-step
-      nemolab bench moe-step --active 0.5 --json
-    """
-    from nemolab.measure.bench_moe_step import bench_moe_step
-
-    data = bench_moe_step(shape, experts, active, cached, steps, repeats)
-    return _answer(data, record)
-
-
-def _answer(data: dict, record: bool) -> Answer:
-    if record:
-        from nemolab.measure import record as keep
-
-        for row in data["rows"]:
-            keep(**row)
-    facts = [[name, _plain(value)] for name, value in data.items() if isinstance(value, int | float | str)]
-    settings = ", ".join(f"{name} {value}" for name, value in data["rows"][0]["settings"].items())
-    return Answer(data, f"{table(['figure', 'value'], facts)}\n\n{settings}")
-
-
-def _plain(value: int | float | str) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return answer_with_rows(bench_bookkeeping(tokens, repeats, prefetch, policy), record)
 
 
 bench.add_command(decode)
 bench.add_command(prefill)
+bench.add_command(card_memory)
 bench.add_command(expert)
 bench.add_command(repack)
 bench.add_command(trace)

@@ -14,9 +14,10 @@ the samples of each. All must give the same logits, to the bit.
 from __future__ import annotations
 
 import hashlib
+import re
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ def bench_card_decode(
     vram_gib: float | None = None,
     trace: str | Path | None = None,
     own: bool = False,
+    trials: Sequence[Mapping[str, Any]] = (),
     threads: int | None = None,
 ) -> dict[str, Any]:
     """Milliseconds a token by transfer strategy, and the least time of its bytes.
@@ -56,9 +58,12 @@ def bench_card_decode(
     path       a checkpoint or a store; cached  the share of its experts that stay in RAM, of 0 to 1
     tokens     in a sample; repeats  samples; prefetch  guesses read ahead a layer
     threads    of the CPU, for what an engine on a card computes there
+    trials     fields of `nemolab.engine.Trials`: each is measured beside none, with each strategy; its floor is that of
+               none, since what a trial may spare is bytes
     trace      a routing trace to follow; own: follow the model's own routers; neither: synthetic draws
-    returns    for each strategy <name>_ms (median), <name>_floor_ms, <name>_of_floor, <name>_hit_rate,
-               <name>_reads (a token); copy_gb_s, in_place_gb_s, disk_gb_s, read_gb_s; same_bits; rows
+    returns    for each case (<strategy>, <strategy>_<trial>): <case>_ms (median), <case>_floor_ms, <case>_of_floor,
+               <case>_hit_rate, <case>_reads (a token) and more; copy_gb_s, in_place_gb_s, disk_gb_s, read_gb_s;
+               same_bits; rows
     Raises UsageError for settings that cannot be, and when two strategies give different logits.
     """
     from nemolab.engine.arguments import find_store
@@ -85,7 +90,8 @@ def bench_card_decode(
         read_gb_s = own_read_gb_s(card, repeats)
         disk, reads_are = disk_gb_s(store, repeats)
         _free_card(card)
-        runs = [_Run(store, routing, tokens, {"transfer": transfer, **settings}) for transfer in transfers]
+        cases = [(transfer, trial) for trial in ({}, *trials) for transfer in transfers]
+        runs = [_Run(store, routing, tokens, transfer, dict(trial), settings) for transfer, trial in cases]
         together = len(runs) > 1 and vram_gib is None and _fit_together(store, slots, len(runs))
         for group in [runs] if together else [[run] for run in runs]:
             _measure(group, repeats, bus)
@@ -112,19 +118,35 @@ def bench_card_decode(
     return _answer(kind, runs, {"read": read_gb_s, "disk": disk}, facts)
 
 
+def name_case(transfer: str, trial: Mapping[str, Any]) -> str:
+    """A case as rows and figures name it.
+
+    >>> name_case("rows", {"kept_gib": 0.5, "shared_first": True})
+    'rows_kept_gib_0_5_shared_first'
+    """
+    words = [name if value is True else f"{name}_{value}" for name, value in trial.items()]
+    return re.sub(r"[^a-z0-9]", "_", "_".join([transfer, *words]))
+
+
 class _Run:
     """One engine: its settings, its place in the trace, and what was found."""
 
-    def __init__(self, store, routing: Routing, tokens: int, settings: dict[str, Any]):
+    def __init__(self, store, routing: Routing, tokens: int, transfer: str, trial: dict[str, Any], settings: dict):
         self.store, self.routing, self.tokens, self.settings = store, routing, tokens, settings
-        self.name = settings["transfer"]
+        self.transfer, self.trial = transfer, trial
+        self.name = name_case(transfer, trial)
         self.samples: dict[str, list[float]] = {name: [] for name in ("ms", "cpu_ms", "copy", "in_place")}
         self.bits, self.found, self._at = "", {}, 0
 
     def open(self, stack: ExitStack) -> None:
         from nemolab.engine import Engine
 
-        self.engine = stack.enter_context(Engine(None, store=self.store, **self.settings))
+        parts = {"store": self.store, "transfer": self.transfer}
+        if self.trial:
+            from nemolab.engine import Trials
+
+            parts["trials"] = Trials(**self.trial)
+        self.engine = stack.enter_context(Engine(None, **parts, **self.settings))
         random = np.random.default_rng(0)
         vocab = self.engine.config.vocab_size
         self._ids = random.integers(vocab, size=4096).tolist()
@@ -177,8 +199,10 @@ class _Run:
         inter, width = self.store.expert_shape
         neurons, groups = float(recorded.active_neurons.mean()), float(recorded.active_groups.mean())
         lookups = self.store.n_layers * self.store.config.top_k
-        each = count_crossing(inter, width, neurons, groups)[self.settings["transfer"]]
+        each = count_crossing(inter, width, neurons, groups)[self.transfer]
         self.found |= {
+            "transfer": self.transfer,
+            "trials": self.trial,
             "hit_rate": _hit_rate(before, after),
             "misses": per_token["misses"],
             "reads": per_token["reads"],
@@ -256,10 +280,11 @@ def _answer(kind: str, runs: list[_Run], shared: dict[str, list[float]], facts: 
         {"name": f"{kind}.{name}_bandwidth", "values": values, "unit": "GB/s", "settings": told}
         for name, values in shared.items()
     ]
-    first = runs[0].name
-    answer |= {
-        f"{first}_is_faster_than_{run.name}": answer[f"{run.name}_ms"] / answer[f"{first}_ms"] for run in runs[1:]
-    }
+    for run in runs:
+        # A trial against the same strategy without it; a strategy against the first.
+        other = name_case(run.transfer, {}) if run.trial else runs[0].name
+        if run.name != other:
+            answer[f"{other}_is_faster_than_{run.name}"] = answer[f"{run.name}_ms"] / answer[f"{other}_ms"]
     return answer | {"same_bits": True, "routing": facts["routing"], "rows": rows}
 
 
