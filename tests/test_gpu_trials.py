@@ -195,6 +195,7 @@ def test_what_is_kept_is_not_copied_again(path):
         for token in IDS:
             engine.step(token, state)
         assert step.copied == copied
+        assert engine.memory()["card"]["kept"] == step.counts
 
 
 @one_thread

@@ -59,11 +59,15 @@ class KeepingStep(MoeStep):
         self._kept = KeptSlots(slots)
         self._slot_at = self._banks.data_ptr() + self._banks.stride(0) * np.arange(slots, dtype=np.int64)
         self._ups = PinnedArray((2, top_k), np.int64, device.locker)  # by bank: the slots of a layer's experts by rank
-        self._copied += [device.new_event()]
         self._early_done = device.new_event()
         # Blocks whose copies may be under way: those nobody waits for yet, and those that the layer before waited for.
         self._early_blocks, self._settling = set(), set()
         self.copied = self.held = self.early = 0
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Slots, and what happened so far, in experts."""
+        return {"slots": len(self._slot_at), "copied": self.copied, "held": self.held, "early": self.early}
 
     def _copy_and_compute(self, layer: int, fetch: Fetch) -> int:
         addresses, missing, wait = fetch

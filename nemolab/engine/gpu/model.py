@@ -11,7 +11,7 @@ from nemolab.engine.gpu.attention import AttentionLayer, AttentionSteps
 from nemolab.engine.gpu.cache_memory import CacheMemory, Finder
 from nemolab.engine.gpu.decoder import Decoder, TokenInput
 from nemolab.engine.gpu.guard import Guard
-from nemolab.engine.gpu.kept import CopyWatcher, make_step
+from nemolab.engine.gpu.kept import CopyWatcher, KeepingStep, make_step
 from nemolab.engine.gpu.layers import PIECE_TOKENS, MambaLayer, MlpLayer, Norm
 from nemolab.engine.gpu.moe import MoeLayer
 from nemolab.engine.gpu.operators import find_operators
@@ -89,6 +89,12 @@ class CardModel:
         parts = (self._token, attention, self._parts, self._finder)
         self._decoder = Decoder(self.layers, self._head, config.vocab_size, *parts, prefetch, trials.speculate, device)
         self.set_recorder(None)
+
+    @property
+    def kept(self) -> dict[str, int]:
+        """What a trial that keeps experts on the card counted; without one, nothing."""
+        step = self._parts.step
+        return step.counts if isinstance(step, KeepingStep) else {}
 
     def new_state(self) -> State:
         return empty_state(self.config, self.device.torch_device)

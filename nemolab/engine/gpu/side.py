@@ -67,6 +67,7 @@ class CardSide:
                          in_use_bytes by everybody; total_bytes there are
         peak             the same at its most: {allocated, reserved, beside, total}_bytes; total counts the planned
                          context where what is beside torch is not known
+        kept             of a trial that keeps experts on the card: slots; experts copied, held, copied early
         Without a card (device="twin") found and peak are empty but for the weights.
         """
         found, model = self.device.memory(), self._model
@@ -83,6 +84,7 @@ class CardSide:
             "found": {"dense_bytes": model.nbytes if model else 0, **found},
             "peak": peak,
             "page_locked_bytes": model.memory.locked_bytes if model else 0,
+            "kept": model.kept if model else {},
         }
 
     def close(self) -> None:
