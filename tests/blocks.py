@@ -9,6 +9,7 @@ import types
 import numpy as np
 
 from nemolab.policy import POLICIES
+from nemolab.policy.rows import N_FREE
 from nemolab.store.reader import BlockReader
 
 BLOCK = 4096
@@ -53,17 +54,29 @@ class Gate:
         self.ended.append(block)
 
 
-def poison(cache):
-    """Fill rows with 0x7F when they are free: whoever still uses one shows."""
-    vacate = cache._vacate
+def rows_of(cache):
+    """{block: row} of all that has a row, whole or not."""
+    row_of = cache._residents.book.row_of
+    return {int(block): int(row_of[block]) for block in np.flatnonzero(row_of >= 0)}
 
-    def vacate_and_poison(victims, phase):
-        before = len(cache._free_rows)
-        vacate(victims, phase)
-        for row in cache._free_rows[before:]:
+
+def free_rows(cache):
+    book = cache._residents.book._book
+    return book.free[: book.numbers[N_FREE]].tolist()
+
+
+def poison(cache):
+    """Fill rows with 0x7F when they are free, or about to be read into: whoever still uses one shows."""
+    residents = cache._residents
+    vacate = residents.vacate
+
+    def vacate_and_poison(*arguments):
+        vacate(*arguments)
+        rows, used = rows_of(cache), {*residents.book.find_whole(), *residents.ahead}
+        for row in set(range(cache.slots)) - {rows[block] for block in used & rows.keys()}:
             cache.arena[row].fill(0x7F)
 
-    cache._vacate = vacate_and_poison
+    residents.vacate = vacate_and_poison
 
 
 @contextlib.contextmanager

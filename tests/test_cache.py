@@ -7,13 +7,13 @@ import types
 
 import numpy as np
 import pytest
-from blocks import BLOCK, EXPERTS, LAYERS, TOP_K, interrupt_after, random_blocks, write_store
+from blocks import BLOCK, EXPERTS, LAYERS, TOP_K, interrupt_after, random_blocks, rows_of, write_store
 
 from nemolab.errors import StoreError
 from nemolab.policy import Cache
-from nemolab.policy import cache as policy_module
+from nemolab.policy import rows as rows_module
 from nemolab.store import cache as cache_module
-from nemolab.store import direct_io
+from nemolab.store import direct_io, growth, residents
 from nemolab.store.arena import Arena
 from nemolab.store.cache import ExpertCache
 from nemolab.store.counts import NOTHING
@@ -167,7 +167,7 @@ def test_an_interrupt_at_any_line_of_a_lookup_leaves_a_sound_cache(store, data):
     rng, interrupted, finished = np.random.default_rng(6), 0, False
     with ExpertCache(store, slots=6) as cache:
         while not finished:
-            with interrupt_after(interrupted, cache_module, policy_module):
+            with interrupt_after(interrupted, cache_module, rows_module, residents, growth):
                 try:
                     cache.lookup_rows(0, rng.choice(EXPERTS, TOP_K, replace=False).tolist())
                     finished = True
@@ -176,8 +176,8 @@ def test_an_interrupt_at_any_line_of_a_lookup_leaves_a_sound_cache(store, data):
             for _ in range(3):
                 experts = rng.choice(EXPERTS, TOP_K, replace=False).tolist()
                 assert np.array_equal(np.stack(cache.lookup(0, experts)), data[experts])
-            for key in list(cache._decisions):  # what counts as cached is looked at without reading it again
-                assert np.array_equal(cache.arena[cache._row_of[key]], data[key])
+            for key in list(cache._residents.book):  # what counts as cached is looked at without reading it again
+                assert np.array_equal(cache.arena[rows_of(cache)[key]], data[key])
     assert interrupted > 40, "every line of a lookup with misses and victims was tried"
 
 
@@ -288,8 +288,8 @@ def shrinking_memory(monkeypatch):
                 tightest=types.SimpleNamespace(name="cgroup /a memory.max"),
             )
 
-        monkeypatch.setattr(cache_module, "read_memory", read_memory)
-        monkeypatch.setattr(cache_module, "STEP_BYTES", 8 * BLOCK)
+        monkeypatch.setattr(growth, "read_memory", read_memory)
+        monkeypatch.setattr(growth, "STEP_BYTES", 8 * BLOCK)
         return asked
 
     return tell
@@ -311,8 +311,8 @@ def test_where_memory_has_gone_meanwhile_the_cache_stays_as_it_is_and_says_so(st
             views = cache.lookup(0, range(first, first + TOP_K))
             lru.batch(list(range(first, first + TOP_K)))
             assert all(np.array_equal(view, data[first + place]) for place, view in enumerate(views))
-        assert cache.slots == 8 and list(cache._decisions) == list(lru)
-        assert max(cache._row_of.values()) < 8, "no row beyond what was found room for is touched"
+        assert cache.slots == 8 and list(cache._residents.book) == list(lru)
+        assert max(rows_of(cache).values()) < 8, "no row beyond what was found room for is touched"
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "stays at 8 of 20 blocks" in said and "limit: cgroup /a memory.max" in said
 
@@ -337,7 +337,7 @@ def test_a_shrunken_cache_survives_a_failed_read(store, data, shrinking_memory, 
         for first in (0, 8, 16):
             for expert, view in enumerate(cache.lookup(0, range(first, first + TOP_K)), start=first):
                 assert np.array_equal(view, data[expert])
-        assert max(cache._row_of.values()) < 8
+        assert max(rows_of(cache).values()) < 8
 
 
 def test_reads_not_yet_begun_when_their_reader_closes_still_come_to_an_end(store):

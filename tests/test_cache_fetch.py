@@ -6,15 +6,16 @@ import time
 
 import numpy as np
 import pytest
-from blocks import BLOCK, EXPERTS, LAYERS, ONLINE, TOP_K, Gate, interrupt_after, random_blocks, write_store
+from blocks import BLOCK, EXPERTS, LAYERS, ONLINE, TOP_K, Gate, interrupt_after, random_blocks, rows_of, write_store
 from fuzz import fuzzing
 from hypothesis import given
 from hypothesis import strategies as st
 from test_prefetch import check_books, in_thread, tell_room, wait_until
 
 from nemolab.errors import StoreError
-from nemolab.policy import cache as policy_module
+from nemolab.policy import rows as rows_module
 from nemolab.store import cache as cache_module
+from nemolab.store import growth, residents
 from nemolab.store import read_ahead as read_ahead_module
 from nemolab.store import reader as reader_module
 from nemolab.store import task as task_module
@@ -56,7 +57,8 @@ class Table:
         """It names what the cache holds whole, and nothing else, as it lies there."""
         assert not self.faults, "a row was written to that the watcher still named"
         cache = self.cache
-        assert self.rows == {key: row for key, row in cache._row_of.items() if key not in cache._ahead}
+        ahead = cache._residents.ahead
+        assert self.rows == {key: row for key, row in rows_of(cache).items() if key not in ahead}
         for block, row in self.rows.items():
             assert np.array_equal(cache.arena[row], data[block])
 
@@ -84,7 +86,7 @@ def test_blocks_read_ahead_are_missing_only_while_they_are_under_way(store, data
         table, gate = Table(cache), Gate(cache, held=[6])
         cache.prefetch(0, [5, 6])
         wait_until(lambda: 5 in gate.ended, "5 is not held")
-        wait_until(lambda: cache._ahead._flights[5].landed, "nor what comes after")
+        wait_until(lambda: cache._residents.ahead._flights[5].landed, "nor what comes after")
         assert not table.rows
         fetched = cache.fetch(0, [5, 6, 7])
         assert fetched.missing == [1, 2] and table.rows == {5: fetched.rows[0]}
@@ -156,7 +158,7 @@ def test_a_fetch_whose_read_fails_says_so_and_leaves_what_is_whole(store, data):
 
 def test_an_interrupt_at_any_line_of_a_fetch_or_its_wait_leaves_a_sound_cache_and_watcher(store, data):
     rng, interrupted, finished = np.random.default_rng(6), 0, False
-    modules = (cache_module, policy_module, read_ahead_module, reader_module, task_module)
+    modules = (cache_module, rows_module, residents, growth, read_ahead_module, reader_module, task_module)
     with ExpertCache(store, slots=9) as cache:
         table = Table(cache)
         while not finished:
@@ -210,7 +212,7 @@ def test_a_watcher_knows_at_any_time_what_lies_whole_where(tmp_path_factory, dat
 
         cache.reader.read_into = read_badly
         table = Table(cache)
-        modules = (cache_module, policy_module, read_ahead_module, reader_module, task_module)
+        modules = (cache_module, rows_module, residents, growth, read_ahead_module, reader_module, task_module)
         for step in range(50):
             layer, deed = step % LAYERS, rng.random()
             experts = rng.choice(EXPERTS // 2, TOP_K, replace=False).tolist()
@@ -234,7 +236,7 @@ def test_a_watcher_knows_at_any_time_what_lies_whole_where(tmp_path_factory, dat
                     assert np.array_equal(cache.arena[fetched.rows], wanted)
                     cache.prefetch((layer + 1) % LAYERS, rng.choice(EXPERTS // 2, 6, replace=False).tolist())
                     assert np.array_equal(cache.arena[fetched.rows], wanted)
-            if cache._on_its_way is None:
+            if cache._residents.begun is None:
                 table.check(data)
             assert not table.faults
         with contextlib.suppress(StoreError):
@@ -244,9 +246,9 @@ def test_a_watcher_knows_at_any_time_what_lies_whole_where(tmp_path_factory, dat
 
 @pytest.mark.parametrize("forgetful", ["came", "left"])
 def test_a_watcher_that_is_not_told_can_fail(store, data, monkeypatch, forgetful):
-    monkeypatch.setattr(ExpertCache, f"_tell_{forgetful}", lambda self, blocks: None)
     with ExpertCache(store, slots=TOP_K) as cache:
         table = Table(cache)
+        monkeypatch.setattr(table, forgetful, lambda *arguments: None)
         cache.lookup(0, [0, 1, 2, 3])
         cache.lookup(0, [4, 5, 6, 7])
         with pytest.raises(AssertionError):

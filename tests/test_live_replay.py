@@ -265,7 +265,7 @@ def test_a_trace_says_which_cache_it_was_taken_with(odd):
             check_live(warm)
         with engine.record() as recorder:
             hold_conversations(engine)
-            engine._cache.slots = 14
+            engine._cache._residents.slots = 14
         with pytest.raises(TraceError, match="slots is 15, slots_at_end 14"):
             check_live(recorder.trace())
 

@@ -8,16 +8,30 @@ import types
 
 import numpy as np
 import pytest
-from blocks import BLOCK, EXPERTS, LAYERS, ONLINE, TOP_K, Gate, interrupt_after, poison, random_blocks, write_store
+from blocks import (
+    BLOCK,
+    EXPERTS,
+    LAYERS,
+    ONLINE,
+    TOP_K,
+    Gate,
+    free_rows,
+    interrupt_after,
+    poison,
+    random_blocks,
+    rows_of,
+    write_store,
+)
 from fuzz import fuzzing
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nemolab.errors import StoreError
 from nemolab.policy import POLICIES, Cache
-from nemolab.policy import cache as policy_module
+from nemolab.policy import rows as rows_module
 from nemolab.policy.core import SPARED
 from nemolab.store import cache as cache_module
+from nemolab.store import growth, residents
 from nemolab.store import read_ahead as read_ahead_module
 from nemolab.store.cache import ExpertCache
 from nemolab.store.read_ahead import ReadAhead
@@ -119,7 +133,7 @@ def test_the_row_of_an_evicted_block_can_fail(store, data, monkeypatch):
         thread.join(20)
         gate.let_through()
         wait_until(lambda: EXPERTS + 9 in gate.ended, "the late read ends")
-        rows = [cache._row_of[2 * EXPERTS + expert] for expert in range(5)]
+        rows = [rows_of(cache)[2 * EXPERTS + expert] for expert in range(5)]
         assert not np.array_equal(cache.arena[rows], data[2 * EXPERTS + np.arange(5)])
 
 
@@ -229,7 +243,7 @@ def test_an_interrupt_at_any_line_of_a_prefetch_or_of_the_lookup_after_it_leaves
     rng, interrupted, finished = np.random.default_rng(6), 0, False
     with ExpertCache(store, slots=9) as cache:
         while not finished:
-            with interrupt_after(interrupted, cache_module, policy_module, read_ahead_module):
+            with interrupt_after(interrupted, cache_module, rows_module, residents, growth, read_ahead_module):
                 try:
                     cache.prefetch(0, rng.choice(EXPERTS, 5, replace=False).tolist())
                     cache.lookup_rows(0, rng.choice(EXPERTS, TOP_K, replace=False).tolist())
@@ -250,15 +264,17 @@ def check_books(cache, data, counted=True):
     counted  False: an interrupt may have come between a read and its count
     """
     cache.stats()  # nothing is under way any more
-    held = set(cache._decisions)
-    assert held == set(cache._row_of) and len(set(cache._row_of.values())) == len(held)
-    assert set(cache._row_of.values()).isdisjoint(cache._free_rows)
-    assert len(cache._row_of) + len(cache._free_rows) == cache.slots
-    failed = {flight.block for flight in cache._ahead._flights.values() if flight.failure}
+    rows, free, ahead = rows_of(cache), free_rows(cache), cache._residents.ahead
+    held = set(cache._residents.book)
+    assert held == set(rows) and len(set(rows.values())) == len(held)
+    assert sorted([*rows.values(), *free]) == list(range(cache.slots))
+    whole = set(cache._residents.book.find_whole())
+    assert held - whole == set(ahead), "what is not asked for yet"
+    failed = {flight.block for flight in ahead._flights.values() if flight.failure}
     for key in held - failed:
-        assert np.array_equal(cache.arena[cache._row_of[key]], data[key])
+        assert np.array_equal(cache.arena[rows[key]], data[key])
     counts = [sum(getattr(c, name) for c in cache._counts.values()) for name in ("issued", "useful", "wasted")]
-    assert not counted or counts[0] == counts[1] + counts[2] + len(cache._ahead)
+    assert not counted or counts[0] == counts[1] + counts[2] + len(ahead)
 
 
 @pytest.mark.parametrize("name", ONLINE)
@@ -339,7 +355,7 @@ def test_any_schedule_can_fail(store, data):
     with ExpertCache(store, slots=TOP_K + 1) as cache:
         poison(cache)
         views = cache.lookup(0, [0, 1, 2, 3])
-        cache._decisions._core.numbers[SPARED] = 0  # as if nothing of the batch were in use
+        cache._residents.book._core.numbers[SPARED] = 0  # as if nothing of the batch were in use
         cache.prefetch(1, [0, 1, 2, 3])
         cache.stats()
         assert not np.array_equal(np.stack(views), data[:4])
@@ -355,8 +371,8 @@ def tell_room(monkeypatch, *rooms):
             tightest=types.SimpleNamespace(name="cgroup /a memory.max"),
         )  # fmt: skip
 
-    monkeypatch.setattr(cache_module, "read_memory", read_memory)
-    monkeypatch.setattr(cache_module, "STEP_BYTES", 4 * BLOCK)
+    monkeypatch.setattr(growth, "read_memory", read_memory)
+    monkeypatch.setattr(growth, "STEP_BYTES", 4 * BLOCK)
 
 
 @pytest.mark.parametrize("name", ["lru", "lfu", "s3fifo", "arc"])
@@ -368,7 +384,7 @@ def test_memory_is_looked_after_for_blocks_read_ahead_too(store, data, monkeypat
             views = cache.lookup(layer, [0, 1, 2, 3])
             cache.prefetch(layer + 1, [0, 1, 2])
             assert np.array_equal(np.stack(views), data[layer * EXPERTS : layer * EXPERTS + 4])
-        assert cache.slots == 8 and max(cache._row_of.values()) < 8
+        assert cache.slots == 8 and max(rows_of(cache).values()) < 8
         assert np.array_equal(np.stack(cache.lookup(2, [0, 1, 2, 9])), data[2 * EXPERTS + np.array([0, 1, 2, 9])])
         check_books(cache, data)
     assert "stays at 8 of 20 blocks" in capsys.readouterr().err

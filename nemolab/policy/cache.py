@@ -137,15 +137,15 @@ class Cache:
 
     @cached_property
     def _look_up(self) -> Callable:
-        return _open_door(_look_up_once, (self._core, self._state, self._parts, self._outcome, self._parts))
+        return open_door(_look_up_once, (self._core, self._state, self._parts, self._outcome, self._parts))
 
     @cached_property
     def _look_up_passing(self) -> Callable:
-        return _open_door(_look_up_passing_once, (self._core, self._state, self._parts, self._outcome, self._parts))
+        return open_door(_look_up_passing_once, (self._core, self._state, self._parts, self._outcome, self._parts))
 
     @cached_property
     def _issue(self) -> Callable:
-        return _open_door(_issue_once, (self._core, self._state, self._parts))
+        return open_door(_issue_once, (self._core, self._state, self._parts))
 
     def _report(self, ends: tuple[int, int, int, int]) -> Batch:
         # One way from compiled code into a list: four would take longer than all of the lookup.
@@ -170,7 +170,7 @@ def _list_oldest_first(links: Links, sentinel: int) -> list[int]:
     return keys
 
 
-def _open_door(door, arguments: tuple) -> Callable:
+def open_door(door, arguments: tuple) -> Callable:
     """The compiled code behind a door. Called directly, numba does not find out the types anew, which takes longer
     than to look a batch up."""
     return door.compile(tuple(numba.typeof(argument) for argument in arguments))

@@ -4,50 +4,22 @@ What stays is decided by `nemolab.policy`, in the same compiled code that replay
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from nemolab.errors import StoreError
-from nemolab.policy import POLICIES, Cache, Policy
-from nemolab.progress import say
+from nemolab.policy import POLICIES, Policy
+from nemolab.policy.rows import NO_ROW, Seats
 from nemolab.store.arena import Arena
 from nemolab.store.counts import Counts
-from nemolab.store.read_ahead import ReadAhead
+from nemolab.store.fetch import Fetched, OnItsWay, Watcher, nothing_to_wait_for
+from nemolab.store.growth import Growth
 from nemolab.store.reader import DEFAULT_THREADS, BlockReader, Pending
-from nemolab.system.memory import read_memory
-from nemolab.units import show_bytes
+from nemolab.store.residents import Residents
 
 RING = 32  # experts of a prompt batch
-STEP_BYTES = 64 * 2**20  # memory is asked after again each time the cache has grown by so much
-
-
-class Watcher(Protocol):
-    """Told which blocks lie whole in which rows of a cache's arena. Blocks are layer * n_experts + expert.
-
-    What was said of a block last holds: one may be said to come or to leave that has done so before, or never came.
-    """
-
-    def came(self, blocks: list[int], rows: list[int]) -> None:
-        """They are whole, and stay until they are said to have left."""
-
-    def left(self, blocks: list[int]) -> None:
-        """Their rows may be written to once this returns."""
-
-
-class Fetched(NamedTuple):
-    """A decode batch on its way.
-
-    rows     of `.arena`, in the order asked for
-    missing  ranks whose blocks are not there yet; the other rows may be read at once
-    wait     returns when all are there. Raises StoreError where one cannot be read, or the fetch was given up
-    """
-
-    rows: list[int]
-    missing: list[int]
-    wait: Callable[[], None]
 
 
 class ExpertCache:
@@ -57,6 +29,7 @@ class ExpertCache:
     policy                what leaves: a name of `nemolab.policy.POLICIES`, or a Policy; none that must know the future
     reader                a BlockReader to use and leave open; by default one of its own with `threads` threads
     ring                  experts in a prompt batch; two such banks are kept beside the budget, once a prompt is seen
+    prompt_enters         whether what a prompt reads stays, as in decode, instead of leaving no trace (see `stream`)
     .slots                blocks it may hold. Memory is taken as blocks come in, and looked after again on the way: when
                           others have taken it meanwhile, the cache stays at what it has, says so, and .slots is less
     .arena                uint8 [rows, block_bytes]; `lookup_rows` and `stream_rows` answer with its row numbers
@@ -76,6 +49,7 @@ class ExpertCache:
         reader: BlockReader | None = None,
         threads: int = DEFAULT_THREADS,
         ring: int = RING,
+        prompt_enters: bool = False,
     ):
         if (budget_bytes is None) == (slots is None):
             raise StoreError("give the cache either budget_bytes or slots")
@@ -92,27 +66,24 @@ class ExpertCache:
                 f"a cache of {wanted} blocks cannot hold the {top_k} experts a token needs in one layer; "
                 f"give it {top_k} slots or {top_k * self.block_bytes:,} bytes at least"
             )
-        self.slots = min(wanted, self._n_layers * self._n_experts)
+        slots = min(wanted, self._n_layers * self._n_experts)
         self.ring = min(ring, self._n_experts)
-        self._decisions = self._start_decisions()
-        self._arena = Arena(self.slots + 2 * self.ring, self.block_bytes)
+        self.prompt_enters = prompt_enters
+        self._arena = Arena(slots + 2 * self.ring, self.block_bytes)
         self.arena = self._arena.rows
         self._views = list(self.arena)
-        self._row_of: dict[int, int] = {}  # block index -> row, once the block is there whole or noted as read ahead
-        self._free_rows = list(range(self.slots - 1, -1, -1))  # low rows first: untouched memory is not taken
-        self._granted = 0  # rows that memory was found for
+        self._ring_rows = range(slots, slots + 2 * self.ring)
         self._counts: dict[str, Counts] = {}
         self._streaming = False
-        self._on_its_way: _OnItsWay | None = None
-        self._watcher: Watcher | None = None
-        self.missed = self.restarts = 0
+        self.missed = 0
         self._own_reader = reader is None
         try:
             self.reader = store.open_reader(threads=threads) if reader is None else reader
         except BaseException:
             self._release()
             raise
-        self._ahead = ReadAhead(self.reader)
+        growth = Growth(slots, self.block_bytes, top_k)
+        self._residents = Residents((self._n_layers, self._n_experts), slots, self.policy, growth, self.reader)
 
     def __enter__(self) -> "ExpertCache":
         return self
@@ -121,15 +92,22 @@ class ExpertCache:
         self.close()
 
     @property
+    def slots(self) -> int:
+        return self._residents.slots
+
+    @property
+    def restarts(self) -> int:
+        return self._residents.restarts
+
+    @property
     def watcher(self) -> Watcher | None:
-        """Told what lies where, from now on and, first, as it is now."""
-        return self._watcher
+        """Told what lies where: first as it is now, then whatever changes."""
+        return self._residents.watcher
 
     @watcher.setter
     def watcher(self, watcher: Watcher | None) -> None:
-        self._watcher = watcher
-        begun = set() if self._on_its_way is None else set(self._on_its_way.late)
-        self._tell_came({key: row for key, row in self._row_of.items() if key not in self._ahead and key not in begun})
+        self._wait_turn("a watcher that joins")
+        self._residents.watch(watcher)
 
     def lookup(self, layer: int, experts: Sequence[int], phase: str = "decode") -> list[np.ndarray]:
         """The blocks of a decode batch, in the order asked for, all resident on return.
@@ -156,91 +134,68 @@ class ExpertCache:
 
     def _fetch(self, layer: int, experts: Sequence[int], phase: str, own_hands: int) -> Fetched:
         """own_hands: threads that come to wait for the reads at once, and so to help."""
-        keys = self._keys(layer, experts)
-        if self._streaming:
-            raise StoreError("a lookup while a prompt batch is in use could evict it; finish the stream first")
-        self._give_up()
-        if len(keys) > self.slots and len(set(keys)) > self.slots:
-            raise StoreError(f"a batch of {len(set(keys))} experts does not fit a cache of {self.slots} blocks")
-        row_of = self._row_of
+        self._wait_turn("a lookup")
+        residents, counts = self._residents, self._counts_of(phase)
+        if len(experts) > residents.slots and len(set(experts)) > residents.slots:
+            raise StoreError(f"a batch of {len(set(experts))} experts does not fit a cache of {residents.slots} blocks")
+        begun = None
         try:
-            if self._granted < self.slots:
-                distinct = set(keys)
-                self._grow(len(row_of) + len(distinct - row_of.keys()), len(distinct))
-            done = self._decisions.batch(keys)
-            late = self._ahead.find_late(done.useful) if done.useful else []
-            self._vacate(done.victims, phase)
-            rows = {key: self._free_rows.pop() for key in done.misses}
-            pending = Pending(self.reader, [(key, self._views[row]) for key, row in rows.items()])
-            on_its_way = _OnItsWay(self, phase, len(done.hits), rows, late, pending)
-            self._on_its_way = on_its_way
-            self._take([key for key in done.useful if key not in late], phase)
-            pending.begin(len(rows) - own_hands)
-            self.missed = len(rows)
-            if not rows and not late:
-                on_its_way.wait()
-                return Fetched([row_of[key] for key in keys], [], _nothing_to_wait_for)
+            if residents.growing:
+                residents.grow(layer, experts, needed=True)
+            seats = residents.book.look_up(layer, experts)
+            if seats is not None:
+                self.missed = len(seats.misses)
+                if seats.misses or seats.useful:
+                    begun = self._begin_reads(seats, counts, own_hands)
+                else:
+                    counts.hits += seats.distinct
         except BaseException:
-            self._forget()
+            residents.forget()
             raise
-        missing = rows.keys() | set(late)
-        return Fetched(
-            [rows[key] if key in rows else row_of[key] for key in keys],
-            [rank for rank, key in enumerate(keys) if key in missing],
-            on_its_way.wait,
-        )
+        if seats is None:
+            raise self._out_of_range(layer, experts)
+        if begun is None:
+            return Fetched(seats.rows, [], nothing_to_wait_for)
+        missing = seats.missing
+        if begun.late:
+            base = layer * self._n_experts
+            missing = [rank for rank, expert in enumerate(experts) if rank in missing or base + expert in begun.late]
+        return Fetched(seats.rows, missing, begun.wait)
 
-    def _arrive(self, batch: "_OnItsWay") -> None:
+    def _begin_reads(self, seats: Seats, counts: Counts, own_hands: int) -> OnItsWay:
+        """What the book says to be there comes: victims leave, what was read ahead is taken, misses are read."""
+        residents, misses, useful, late = self._residents, seats.misses, seats.useful, []
+        if misses:
+            residents.vacate(seats.victims, seats.wasted, counts)
+        if useful:
+            late = residents.ahead.find_late(useful)
+        pending = Pending(self.reader, zip(misses, map(self._views.__getitem__, seats.miss_rows), strict=True))
+        begun = residents.begun = OnItsWay(counts, seats.distinct - len(misses), misses, late, pending, self._arrive)
+        if len(useful) > len(late):
+            residents.take([key for key in useful if key not in late], counts)
+        pending.begin(len(misses) - own_hands)
+        return begun
+
+    def _arrive(self, batch: OnItsWay) -> None:
         """All of a fetch is there on return."""
-        if batch is not self._on_its_way:
+        residents = self._residents
+        if batch is not residents.begun:
             if batch.arrived:
                 return
             raise StoreError("this fetch was given up: something else was asked of the cache before it was waited for")
         try:
-            if batch.rows:
+            if batch.misses:
                 batch.pending.wait()
-                self._tell_came(batch.rows)
-                self._row_of.update(batch.rows)
-            self._take(batch.late, batch.phase, late=True)
-            batch.arrived = True
-            self._on_its_way = None
+                residents.tell_came(batch.misses)
+            if batch.late:
+                residents.take(batch.late, batch.counts, late=True)
+            residents.book.note_whole()
+            batch.arrived, residents.begun = True, None
         except BaseException:
-            self._forget()
+            residents.forget()
             raise
-        self._count(batch.phase, batch.hits, len(batch.rows))
-
-    def _take(self, keys: list[int], phase: str, late: bool = False) -> None:
-        """Blocks read ahead are asked for: they are there on return. late: they are waited for."""
-        if keys:
-            self._ahead.land(keys)
-            self._tell_came({key: self._row_of[key] for key in keys})
-            self._ahead.hand_over(keys)
-            counts = self._counts_of(phase)
-            counts.useful += len(keys)
-            counts.late += len(keys) if late else 0
-
-    def _pass_by(self, asked: list[int], late: list[int], phase: str) -> None:
-        """A prompt asks for blocks read ahead."""
-        try:
-            self._take([key for key in asked if key not in late], phase)
-            self._take(late, phase, late=True)
-            self._decisions.pass_by(asked)
-        except BaseException:
-            self._forget()
-            raise
-
-    def _give_up(self) -> None:
-        """A fetch that nobody waited for is over."""
-        if self._on_its_way is not None:
-            self._forget()
-
-    def _tell_came(self, rows: dict[int, int]) -> None:
-        if self._watcher is not None:
-            self._watcher.came(list(rows), list(rows.values()))
-
-    def _tell_left(self, keys: list[int]) -> None:
-        if self._watcher is not None and keys:
-            self._watcher.left(keys)
+        batch.counts.hits += batch.hits
+        batch.counts.misses += len(batch.misses)
 
     def prefetch(self, layer: int, guesses: Sequence[int], phase: str = "decode") -> int:
         """Begin to read what the next layer may ask for, as far as the batch in use leaves room; returns at once.
@@ -250,29 +205,26 @@ class ExpertCache:
         cached from here on; a lookup waits for a block still under way, and reads one anew whose read failed.
         Returns how many are read.
         """
-        keys = self._keys(layer, guesses)
-        if self._streaming:
-            raise StoreError("a prefetch while a prompt batch is in use could evict it; finish the stream first")
-        if self._on_its_way is not None:
+        residents, counts = self._residents, self._counts_of(phase)
+        if residents.begun is not None:
             raise StoreError("a prefetch while a fetch is under way would compete with it; call the fetch's wait first")
-        row_of = self._row_of
-        absent = [key for key in keys if key not in row_of]
-        if not absent:
-            return 0
+        self._wait_turn("a prefetch")
         try:
-            if self._granted < self.slots:
-                self._grow(len(row_of) + len(absent), 0)
-            done = self._decisions.prefetch(keys)
-            self._vacate(done.victims, phase)
-            counts = self._counts_of(phase)
-            counts.issued += len(done.reads)
-            rows = [self._free_rows.pop() for _ in done.reads]
-            self._ahead.start([(key, self._views[row]) for key, row in zip(done.reads, rows, strict=True)], counts)
-            row_of.update(zip(done.reads, rows, strict=True))
+            if residents.growing:
+                residents.grow(layer, guesses, needed=False)
+            issue = residents.book.issue(layer, guesses)
+            if issue is not None:
+                if issue.victims:
+                    residents.vacate(issue.victims, issue.wasted, counts)
+                counts.issued += len(issue.reads)
+                jobs = zip(issue.reads, map(self._views.__getitem__, issue.rows), strict=True)
+                residents.ahead.start(jobs, counts)
         except BaseException:
-            self._forget()
+            residents.forget()
             raise
-        return len(done.reads)
+        if issue is None:
+            raise self._out_of_range(layer, guesses)
+        return len(issue.reads)
 
     def stream(
         self, layer: int, experts: Sequence[int], phase: str = "prefill"
@@ -294,31 +246,58 @@ class ExpertCache:
         """As `stream`, but (expert ids, rows of `.arena`) for each batch."""
         if self._streaming:
             raise StoreError("one prompt stream at a time; finish or close the other first")
-        self._give_up()
-        keys = list(dict.fromkeys(self._keys(layer, experts)))
+        self._wait_turn("a prompt")
+        ids = list(dict.fromkeys(experts.tolist() if hasattr(experts, "tolist") else experts))
+        if ids and not (0 <= min(ids) and max(ids) < self._n_experts and 0 <= layer < self._n_layers):
+            raise self._out_of_range(layer, ids)
+        base = layer * self._n_experts
+        keys = [base + expert for expert in ids]
+        residents, counts = self._residents, self._counts_of(phase)
         batches = [keys[start : start + self.ring] for start in range(0, len(keys), self.ring)]
         here = coming = None
         self.missed = 0
         try:
             self._streaming = True
             for number, batch in enumerate([*batches, None]):
-                here = coming
-                # Read ahead into the bank that the batch before last has left.
-                coming = self._start_ring(batch, number % 2) if batch is not None else None
+                here, coming = coming, None
+                if batch is not None:  # read ahead into the bank that the batch before last has left
+                    coming = self._plan_ring(batch, number % 2)
+                    coming.pending.begin(coming.misses)
                 if here is not None:
-                    asked = [key for key in here.keys if key in self._ahead] if self._ahead else []
-                    late = self._ahead.find_late(asked)
+                    asked = [key for key in here.keys if key in residents.ahead] if residents.ahead else []
+                    late = residents.ahead.find_late(asked)
                     here.pending.wait()
                     if asked:
-                        self._pass_by(asked, late, phase)
+                        self._pass_by(asked, late, counts)
                     self.missed += here.misses
-                    self._count(phase, len(here.keys) - here.misses, here.misses)
-                    yield [key - layer * self._n_experts for key in here.keys], here.rows
+                    counts.hits += len(here.keys) - here.misses
+                    counts.misses += here.misses
+                    yield [key - base for key in here.keys], here.rows
         finally:
             for unfinished in (here, coming):
                 if unfinished is not None:
                     unfinished.pending.cancel()
             self._streaming = False
+
+    def _pass_by(self, asked: list[int], late: list[int], counts: Counts) -> None:
+        """A prompt asks for blocks read ahead."""
+        try:
+            self._residents.take([key for key in asked if key not in late], counts)
+            self._residents.take(late, counts, late=True)
+            self._residents.book.pass_by(asked)
+        except BaseException:
+            self._residents.forget()
+            raise
+
+    def _plan_ring(self, keys: list[int], bank: int) -> "_RingBatch":
+        """What the cache lacks is to be read into one of the two banks."""
+        free = iter(self._ring_rows[bank * self.ring :])
+        rows, jobs = self._residents.book.row_of[np.array(keys)].tolist(), []
+        for place, key in enumerate(keys):
+            if rows[place] == NO_ROW:
+                rows[place] = next(free)
+                jobs.append((key, self._views[rows[place]]))
+        return _RingBatch(keys, rows, len(jobs), Pending(self.reader, jobs))
 
     def stats(self) -> dict[str, dict[str, int]]:
         """By phase: lookups, hits, misses, reads and bytes_read (whole blocks that arrived, asked for or ahead), and
@@ -326,7 +305,7 @@ class ExpertCache:
 
         Waits for reads under way, so that no count depends on the moment.
         """
-        lost = self._ahead.settle()
+        lost = self._residents.ahead.settle()
         return {
             phase: counts.to_dict(self.block_bytes, sum(owner is counts for owner in lost))
             for phase, counts in self._counts.items()
@@ -334,124 +313,32 @@ class ExpertCache:
 
     def clear(self) -> None:
         """Forget everything cached: what comes next begins cold. Blocks read ahead and not used count as wasted."""
-        self._give_up()
-        try:
-            self._ahead.settle()  # their bytes were read, so they count
-            self._start_over(self._row_of)
-        except BaseException:  # an interrupt: what is left half-way is left whole
-            self._start_over(self._row_of)
-            raise
+        self._wait_turn("clearing")
+        self._residents.clear()
 
     def close(self) -> None:
         """Free memory, file and threads. Closing twice is fine."""
         if self.reader is not None:
-            if self._on_its_way is not None:
-                self._on_its_way.pending.cancel()
-                self._on_its_way = None
-            self._ahead.call_off()
+            self._residents.close()
             if self._own_reader:
                 self.reader.close()
         self.reader = None
         self._release()
 
-    def _start_decisions(self) -> Cache:
-        return Cache(self._n_layers * self._n_experts, self.slots, 1, policy=self.policy)  # in blocks
+    def _out_of_range(self, layer: int, experts: Sequence[int]) -> StoreError:
+        return StoreError(
+            f"layer {layer}, experts {min(experts)} to {max(experts)}: "
+            f"the store holds {self._n_layers} MoE layers of {self._n_experts} experts"
+        )
 
-    def _keys(self, layer: int, experts: Sequence[int]) -> list[int]:
-        """Block indices. An id out of range would silently be another layer's expert, so it is refused."""
+    def _wait_turn(self, what: str) -> None:
+        """Not when closed, nor amid a prompt batch; a fetch that nobody waited for is over."""
         if self.arena is None:
             raise StoreError("the expert cache is closed")
-        ids = experts.tolist() if hasattr(experts, "tolist") else experts
-        if ids and not (0 <= min(ids) and max(ids) < self._n_experts and 0 <= layer < self._n_layers):
-            raise StoreError(
-                f"layer {layer}, experts {min(ids)} to {max(ids)}: "
-                f"the store holds {self._n_layers} MoE layers of {self._n_experts} experts"
-            )
-        base = layer * self._n_experts
-        return [base + expert for expert in ids]
-
-    def _grow(self, wanted: int, batch: int) -> None:
-        """Before blocks come into rows that were never filled: is the memory still there? Else stay at what is filled.
-
-        wanted  blocks held if nothing left; batch  those of this lookup, which need rows whatever memory says
-        """
-        while self._granted < min(wanted, self.slots):
-            step = min(max(1, STEP_BYTES // self.block_bytes), self.slots - self._granted)
-            memory = read_memory()
-            if memory.room_bytes >= step * self.block_bytes:
-                self._granted += step
-                continue
-            stay = min(max(self._granted, batch, self.store.config.top_k), self.slots)
-            say(
-                f"cache: stays at {stay:,} of {self.slots:,} blocks: {show_bytes(memory.available_bytes)} are left "
-                f"(limit: {memory.tightest.name}), {show_bytes(memory.reserve_bytes)} must stay free"
-            )
-            self._granted = self.slots = stay
-            if self.policy.divides:  # its shares are of the old budget: it must begin anew with what is cached
-                self._start_over()
-            else:
-                self._decisions.resize(stay)
-                self._free_rows = [row for row in self._free_rows if row < stay]
-
-    def _vacate(self, victims: list[int], phase: str) -> None:
-        """The rows of the victims are free: those still being read once their read has ended."""
-        self._tell_left(victims)
-        if self._ahead:
-            self._waste(self._ahead.drop(victims), self._counts_of(phase))
-        self._free_rows.extend([self._row_of.pop(victim) for victim in victims])
-
-    def _waste(self, dropped: list[tuple[Counts, bool]], counts: Counts | None = None) -> None:
-        """Count what was read ahead for nothing: where it was lost, or (None) where it was issued."""
-        for issuer, arrived in dropped:
-            (counts or issuer).wasted += 1
-            issuer.lost += not arrived
-
-    def _forget(self) -> None:
-        """After a failed read, or an interrupt between any two steps: only what is whole counts as cached."""
-        self.restarts += 1
-        try:
-            self._start_over()
-        except BaseException:  # an interrupt, a second one or here only
-            self._start_over()
-            raise
-
-    def _start_over(self, without: Iterable[int] = ()) -> None:
-        """New decisions over what is cached and was asked for, but `without` these. Interrupted, it may begin again."""
-        without = {*without, *self._ahead}
-        begun = self._on_its_way
-        if begun is not None:
-            begun.pending.cancel()
-            without.update(begun.late)
-        kept = [key for key in self._decisions if key in self._row_of and key not in without]
-        gone = self._row_of.keys() - kept
-        if begun is not None:  # some may have been said to come already
-            gone |= begun.rows.keys() - kept
-        self._tell_left(list(gone))
-        for key in gone:
-            self._row_of.pop(key, None)
-        self._waste(self._ahead.call_off())
-        decisions = self._start_decisions()
-        decisions.batch(kept)
-        self._decisions = decisions
-        self._free_rows = sorted(set(range(self.slots)) - set(self._row_of.values()), reverse=True)
-        self._on_its_way = None
-
-    def _start_ring(self, keys: list[int], bank: int) -> "_RingBatch":
-        """Begin to read what the cache lacks into one of the two banks."""
-        first = self.slots + bank * self.ring
-        rows, jobs = [], []
-        for place, key in enumerate(keys):
-            row = self._row_of.get(key)
-            if row is None:
-                row = first + place
-                jobs.append((key, self._views[row]))
-            rows.append(row)
-        return _RingBatch(keys, rows, len(jobs), self.reader.start(jobs))
-
-    def _count(self, phase: str, hits: int, misses: int) -> None:
-        counts = self._counts_of(phase)
-        counts.hits += hits
-        counts.misses += misses
+        if self._streaming:
+            raise StoreError(f"{what} while a prompt batch is in use could evict it; finish the stream first")
+        if self._residents.begun is not None:
+            self._residents.forget()
 
     def _counts_of(self, phase: str) -> Counts:
         counts = self._counts.get(phase)
@@ -462,27 +349,7 @@ class ExpertCache:
     def _release(self) -> None:
         self.arena = None
         self._views = []
-        self._row_of = {}
         self._arena.close()
-
-
-@dataclass(slots=True, eq=False)
-class _OnItsWay:
-    """A fetch until it was waited for: how many hit, the rows of its misses, and what was not there in time."""
-
-    cache: ExpertCache
-    phase: str
-    hits: int
-    rows: dict[int, int]
-    late: list[int]
-    pending: Pending
-    arrived: bool = False
-
-    def wait(self) -> None:
-        self.cache._arrive(self)
-
-
-def _nothing_to_wait_for() -> None: ...
 
 
 class _RingBatch(NamedTuple):

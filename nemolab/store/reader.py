@@ -204,7 +204,8 @@ class Pending:
         try:
             self.drain()
         finally:
-            self.settle()
+            if self._helpers:
+                self.settle()
         if self._failure is not None:
             raise self._failure
 
