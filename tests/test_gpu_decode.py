@@ -404,9 +404,9 @@ def test_graphs_on_a_card_change_no_bit(path, transfer):
             engine.last_logits(IDS * (stretches.LONG_PROMPT_TOKENS // len(IDS) + 1), engine.new_state())
             with engine.record() as recorder:
                 logits += [step_through(engine, IDS), torch.cat(both_paths(engine, IDS))]
+                assert bool(engine._model._parts.stretches._recorded) == wanted_graphs
             assert check_live(recorder.trace()).equal
             found.append(torch.cat(logits))
-            assert bool(engine._model._parts.stretches._recorded) == wanted_graphs
     assert torch.equal(*found)
 
 
