@@ -1,14 +1,13 @@
-"""Tokens on a card, by twins: graphs and when they hold, tokens that break off, memory not locked, forced routes."""
+"""Tokens on a card, by twins and there: those that break off, memory that is not locked, forced routes, recording."""
 
 import numpy as np
 import pytest
 import torch
+from gpu_graphs import Graphs
 from synthetic import one_thread, write_checkpoint
 from test_gpu_engine import IDS, SMALL, TRANSFERS, both_paths, kl, open_engine, step_through
 
 from nemolab.engine import Engine
-from nemolab.engine.gpu import stretches
-from nemolab.engine.gpu.decoder import _tensors
 from nemolab.engine.gpu.device import StandIn, _NothingToLock
 from nemolab.errors import EngineError, StoreError
 from nemolab.simulate import check_live
@@ -32,144 +31,6 @@ def wanted(path):
             return torch.cat(both_paths(engine, IDS))
 
     return run()
-
-
-class Graphs:
-    """Recordings that do not run what is recorded, and that are right for the very tensors they were made with."""
-
-    made: list["Graphs"] = []
-
-    def __init__(self, device=None):
-        self.recorded = self.replayed = 0
-        self.made.append(self)
-
-    def record(self, work):
-        self.recorded += 1
-        number, state = work.args
-        tensors = _tensors(state)
-        addresses = [tensor.data_ptr() for tensor in tensors]
-
-        def replay():
-            self.replayed += 1
-            assert [tensor.data_ptr() for tensor in _tensors(state)] == addresses, "a tensor has moved"
-            work()
-
-        return replay
-
-
-@pytest.fixture
-def graphs(monkeypatch):
-    Graphs.made = []
-    monkeypatch.setattr(StandIn, "new_graphs", Graphs)
-    return Graphs.made
-
-
-def counts(graphs):
-    return [(each.recorded, each.replayed) for each in graphs]
-
-
-@one_thread
-def test_the_second_token_alike_is_recorded_and_then_replayed(path, graphs):
-    with open_engine(path) as engine:
-        state = engine.new_state()
-        engine.last_logits(IDS[:5], state)
-        engine.step(IDS[5], state)
-        assert counts(graphs) == []
-        step_through(engine, IDS[6:9], state)
-        assert counts(graphs) == [(3, 9)], "a stretch before each of two MoE layers, and one behind"
-
-
-@one_thread
-def test_graphs_change_no_bit(path, wanted, graphs):
-    for transfer in TRANSFERS:
-        with open_engine(path, transfer=transfer, ram_cache_slots=8, prefetch=2) as engine:
-            assert torch.equal(torch.cat(both_paths(engine, IDS)), wanted)
-    assert min(counts(graphs)) > (0, 10)
-
-
-@one_thread
-def test_another_conversation_or_state_gets_graphs_of_its_own(path, graphs):
-    with open_engine(path) as engine:
-        alone = step_through(engine, IDS[:12])
-        graphs.clear()
-        first, second = engine.new_state(), engine.new_state()
-        taken = [engine.step(token, state) for token in IDS[:12] for state in (first, second)]
-        assert counts(graphs) == [], "turn by turn, no two tokens are alike"
-        assert torch.equal(torch.stack(taken[::2]), alone) and torch.equal(torch.stack(taken[1::2]), alone)
-        step_through(engine, IDS[:3], first)
-        copy = first.copy()
-        step_through(engine, IDS[:3], copy)
-        assert counts(graphs) == [(3, 6), (3, 6)]
-
-
-@one_thread
-def test_keys_that_grow_need_other_graphs(path, graphs, monkeypatch):
-    from nemolab.engine.gpu import state
-
-    monkeypatch.setattr(state, "KV_STEP_TOKENS", 4)
-    with open_engine(path) as engine:
-        grown = step_through(engine, IDS[:10])
-        assert counts(graphs) == [(3, 9), (3, 9), (3, 3)], "room for 4, 8 and 12 tokens: each has a first one"
-        engine._model._parts.stretches.wanted = False
-        assert torch.equal(step_through(engine, IDS[:10]), grown)
-
-
-@one_thread
-def test_prompts_keep_graphs_or_drop_them_by_their_length(path, graphs, monkeypatch):
-    monkeypatch.setattr("nemolab.engine.gpu.model.LONG_PROMPT_TOKENS", 4)
-    released = []
-    monkeypatch.setattr(StandIn, "release", lambda _: released.append(1))
-    with open_engine(path) as engine:
-        engine._model._parts.stretches.wanted = False
-        state = engine.new_state()
-        expected = [step_through(engine, IDS[:3], state), engine.prefill(IDS[3:7], state)]
-        expected += [step_through(engine, IDS[7:10], state), engine.prefill(IDS[10:15], state)]
-        expected += [step_through(engine, IDS[15:18], state)]
-        engine._model._parts.stretches.wanted, state = True, engine.new_state()
-        released.clear()
-        found = [step_through(engine, IDS[:3], state), engine.prefill(IDS[3:7], state)]
-        assert counts(graphs) == [(3, 6)] and not released
-        found += [step_through(engine, IDS[7:10], state)]
-        assert counts(graphs) == [(3, 15)]
-        found += [engine.prefill(IDS[10:15], state), step_through(engine, IDS[15:18], state)]
-        assert counts(graphs) == [(3, 15), (3, 6)] and released
-        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-
-
-@one_thread
-def test_what_changes_a_stretch_drops_its_graphs(path, graphs):
-    """A recorder, and forced choices, that come and go."""
-    chosen = np.array([[0, 1, 2], [3, 4, 5]])
-    with open_engine(path, prefetch=2) as engine:
-        state = engine.new_state()
-        for change in (lambda: None, lambda: engine.force_routing(chosen), lambda: engine.force_routing(chosen + 6)):
-            change()
-            step_through(engine, IDS[:3], state)
-        assert counts(graphs) == [(3, 6), (3, 6 + 9)], "other experts by force need no other graph"
-        engine.force_routing(chosen, chosen[:, :2])
-        step_through(engine, IDS[:3], state)
-        engine.force_routing(None)
-        engine.force_routing(None)
-        step_through(engine, IDS[:3], state)
-        with engine.record() as recorder:
-            step_through(engine, IDS[:3], state)
-        step_through(engine, IDS[:3], state)
-        assert counts(graphs)[2:] == [(3, 6)] * 4
-        assert len(recorder.trace().experts) == 3
-
-
-@one_thread
-def test_no_conversation_is_kept_for_its_graphs(path, graphs):
-    import weakref
-
-    with open_engine(path) as engine:
-        state = engine.new_state()
-        step_through(engine, IDS[:4], state)
-        ssm = weakref.ref(state.layers[0].ssm)
-        graphs.clear()
-        engine._model._parts.stretches._recorded.clear()  # these stand-ins hold the state; graphs hold addresses
-        del state
-        assert ssm() is None
 
 
 class Breaks:
@@ -202,17 +63,17 @@ PLACES = {
 @pytest.mark.parametrize("transfer", ["pull", "rows"])
 @pytest.mark.parametrize("place", PLACES)
 @one_thread
-def test_a_token_that_breaks_off_ends_its_conversation_alone(path, wanted, graphs, place, transfer, monkeypatch):
+def test_a_token_that_breaks_off_ends_its_conversation_alone(path, wanted, place, transfer, monkeypatch):
     problem = StoreError("the disk said no") if place == "reading from disk" else KeyboardInterrupt()
     with open_engine(path, transfer=transfer, ram_cache_slots=9, prefetch=2) as engine:
         for at in (1, 4, 7):
             state, (owner, name) = engine.new_state(), PLACES[place](engine)
             breaks = Breaks(getattr(owner, name), at, problem)
-            monkeypatch.setattr(owner, name, breaks, raising=True)
+            monkeypatch.setattr(StandIn, "new_graphs", Graphs)
+            monkeypatch.setattr(owner, name, breaks)
             with pytest.raises(type(problem)):
                 step_through(engine, IDS * 4, state)
             monkeypatch.undo()
-            monkeypatch.setattr(StandIn, "new_graphs", Graphs)
             assert breaks.broke and not state.whole
             with pytest.raises(EngineError, match="half-way"):
                 engine.step(IDS[0], state)
@@ -394,20 +255,51 @@ def test_a_token_that_breaks_off_leaves_nothing_in_a_recording(path, monkeypatch
 @pytest.mark.gpu
 @pytest.mark.parametrize("transfer", TRANSFERS)
 @one_thread
-def test_graphs_on_a_card_change_no_bit(path, transfer):
-    """Two conversations in turn, one behind a long prompt, small caches: with graphs and without."""
-    found = []
-    for wanted_graphs in (False, True):
-        with open_engine(path, "cuda", transfer=transfer, ram_cache_slots=8, prefetch=2) as engine:
-            engine._model._parts.stretches.wanted = wanted_graphs
-            logits = [torch.cat(both_paths(engine, IDS)), step_through(engine, IDS * 8)]
-            engine.last_logits(IDS * (stretches.LONG_PROMPT_TOKENS // len(IDS) + 1), engine.new_state())
-            with engine.record() as recorder:
-                logits += [step_through(engine, IDS), torch.cat(both_paths(engine, IDS))]
-                assert bool(engine._model._parts.stretches._recorded) == wanted_graphs
-            assert check_live(recorder.trace()).equal
-            found.append(torch.cat(logits))
-    assert torch.equal(*found)
+def test_a_token_that_breaks_off_on_a_card_ends_its_conversation_alone(path, transfer, monkeypatch):
+    """Between stretches, and in the middle of one, queued or recorded."""
+    with open_engine(path, "cuda", transfer=transfer, ram_cache_slots=8, prefetch=2) as engine:
+        parts, head = engine._model._parts, engine._model._decoder
+        wanted = torch.cat(both_paths(engine, IDS))
+        for owner, name in ((parts.step, "choice"), (parts.step, "finish"), (parts.step, "start"), (head, "_head")):
+            for at in (1, 2, 3):
+                monkeypatch.setattr(owner, name, Breaks(getattr(owner, name), at, KeyboardInterrupt()))
+                with pytest.raises(KeyboardInterrupt):
+                    step_through(engine, IDS * 4)
+                    engine.step(IDS[0], engine.new_state())
+                    engine.step(IDS[0], engine.new_state())
+                monkeypatch.undo()
+                assert torch.equal(torch.cat(both_paths(engine, IDS)), wanted), (name, at)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transfer", TRANSFERS)
+@one_thread
+def test_memory_that_is_not_locked_on_a_card_changes_no_bit(path, transfer, monkeypatch):
+    from nemolab.store.page_lock import Driver, PageLock
+
+    with open_engine(path, "cuda", transfer=transfer, prefetch=2) as engine:
+        wanted = torch.cat(both_paths(engine, IDS))
+        block_bytes = engine.store.block_bytes
+    lock, left = Driver.lock, [2**40]
+
+    def lock_some(driver, address, nbytes):
+        if nbytes > left[0]:
+            return "CUDA_ERROR_OUT_OF_MEMORY"
+        left[0] -= nbytes
+        return lock(driver, address, nbytes)
+
+    def unlock_some(driver, address, unlock=Driver.unlock):
+        left[0] += block_bytes  # of a cache's row: a chunk is one
+        return unlock(driver, address)
+
+    monkeypatch.setattr(Driver, "lock", lock_some)
+    monkeypatch.setattr(Driver, "unlock", unlock_some)
+    monkeypatch.setattr(PageLock.__init__, "__defaults__", (1,))
+    with open_engine(path, "cuda", transfer=transfer, prefetch=2, ram_cache_slots=20) as engine:
+        left[0] = 9 * block_bytes
+        assert torch.equal(torch.cat(both_paths(engine, IDS)), wanted)
+        assert engine._model._finder._ring is not None
+        assert torch.equal(torch.cat(both_paths(engine, IDS)), wanted)
 
 
 @pytest.mark.gpu

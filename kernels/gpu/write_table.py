@@ -36,9 +36,13 @@ class WriteTable:
         if table.dtype != torch.int64 or not table.is_contiguous():
             raise EngineError(f"a table of {table.dtype}, strides {table.stride()}: int64, contiguous is needed")
         self._table, self._kernel = table, Prepared(_write_table_kernel, {"MOST": MOST}, num_warps=4)
+        self._address = table.data_ptr()
 
     def launch(self, pairs: int, count: int) -> None:
         """Write `count` pairs (at most MOST) that lie at an address the card can read."""
         if not 0 < count <= MOST:
             raise EngineError(f"{count} entries of a table at once; 1 to {MOST} can be written")
-        self._kernel((1,), [self._table, pairs, count])
+        if self._kernel.ready:
+            self._kernel.launch((1,), [self._address, pairs, count], torch.cuda.current_stream().cuda_stream)
+        else:
+            self._kernel((1,), [self._table, pairs, count])

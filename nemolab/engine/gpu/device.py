@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import nullcontext
 from typing import NamedTuple
 from weakref import WeakSet
 
@@ -68,6 +69,10 @@ class Card:
 
     def new_stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self.torch_device)
+
+    def current(self, stream: torch.cuda.Stream) -> torch.cuda.StreamContext:
+        """With this, torch's current stream is another for a while."""
+        return torch.cuda.stream(stream)
 
     def new_event(self) -> torch.cuda.Event:
         return torch.cuda.Event()
@@ -145,6 +150,9 @@ class StandIn:
 
     def new_stream(self) -> _AtOnce:
         return _AtOnce()
+
+    def current(self, stream: _AtOnce) -> nullcontext:
+        return nullcontext()
 
     def new_event(self) -> _AtOnce:
         return _AtOnce()

@@ -83,9 +83,13 @@ class MoeLayer:
             guesses.tell(layer)
         if self.latent_down:
             self.latent_down.multiply(h, step.x)
-        step.start(layer)
         if self.shared and not parts.shared_first:
-            self.shared.add_step(h, x)
+            # It reads the card's memory while the experts cross the bus.
+            parts.branch.run(lambda: self.shared.add_step(h, x))
+            step.start(layer)
+            parts.branch.join()
+        else:
+            step.start(layer)
 
     def leave(self, x: torch.Tensor) -> None:
         """Once all its experts are queued: x plus their sum, in place; what they did goes to the recorder."""

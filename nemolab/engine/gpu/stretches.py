@@ -51,6 +51,33 @@ class Repeats:
         return work
 
 
+class Branch:
+    """Lets work run beside what is queued after it, on a stream of its own; as a graph, a branch of the graph.
+
+    .wanted  False: one behind the other
+    """
+
+    def __init__(self, device):
+        self._device, self._stream, self.wanted = device, device.new_stream(), True
+        self._forked, self._joined = device.new_event(), device.new_event()
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Queue work that needs what is queued so far, and nothing of what comes until `join`, nor that of it."""
+        if not self.wanted:
+            work()
+            return
+        self._forked.record(self._device.main_stream())
+        self._stream.wait_event(self._forked)
+        with self._device.current(self._stream):
+            work()
+            self._joined.record(self._stream)
+
+    def join(self) -> None:
+        """What is queued from here on comes after both."""
+        if self.wanted:
+            self._device.main_stream().wait_event(self._joined)
+
+
 class Stretches:
     """Runs the stretches of one model's tokens, from the second token alike on as graphs.
 

@@ -34,16 +34,15 @@ class ExpertTable:
 
     def update(self, blocks: np.ndarray | list[int], addresses: np.ndarray | list[int] | int) -> None:
         """The same for blocks (layer * n_experts + expert) of any layers, each named once: one launch for 128."""
-        blocks = np.asarray(blocks, np.int64)
-        addresses = np.broadcast_to(np.asarray(addresses, np.int64), blocks.shape)
-        self.host.reshape(-1)[blocks] = addresses
-        for first in range(0, len(blocks), MOST):
-            piece = slice(first, first + MOST)
-            turn, count = self._turn, len(blocks[piece])
+        pairs = np.empty((len(blocks), 2), np.int64)
+        pairs[:, 0], pairs[:, 1] = blocks, addresses
+        self.host.reshape(-1)[pairs[:, 0]] = pairs[:, 1]
+        for first in range(0, len(pairs), MOST):
+            piece = pairs[first : first + MOST]
+            turn, count = self._turn, len(piece)
             if turn % _HALF == 0:
                 self._read[turn // _HALF].synchronize()
-            self._changes.array[turn, :count, 0] = blocks[piece]
-            self._changes.array[turn, :count, 1] = addresses[piece]
+            self._changes.array[turn, :count] = piece
             self._write.launch(self._changes.address + 16 * MOST * turn, count)
             if turn % _HALF == _HALF - 1:
                 self._read[turn // _HALF].record()

@@ -7,7 +7,7 @@ import torch
 
 from nemolab.engine.gpu.moe_step import MoeStep
 from nemolab.engine.gpu.pinned import UNKNOWN, PinnedArray, wait_for_ids
-from nemolab.engine.gpu.stretches import Stretches
+from nemolab.engine.gpu.stretches import Branch, Stretches
 from nemolab.errors import EngineError
 from nemolab.trace import Recorder
 
@@ -17,12 +17,13 @@ class TokenParts:
 
     .step        the MoeStep; .stretches  the Stretches, whose graphs touch all these
     .h, .logits  float32 [hidden], [experts]; .router  of a layer's own experts
-    .shared_first  the shared expert comes before the router, not behind the choice
+    .shared_first  the shared expert comes before the router, not behind the choice; .branch  where it runs else
     .guesses     a Guesses, .forced a ForcedRouting, .record a RecordQueue, each or None
     """
 
     def __init__(self, config, step: MoeStep, stretches: Stretches, device, operators):
         self.step, self.stretches, self.shared_first = step, stretches, False
+        self.branch = Branch(device)
         self._config, self._device, self._operators = config, device, operators
         self.limits = (config.n_group, config.topk_group)
         self.routing = (config.top_k, *self.limits, config.norm_topk_prob, config.routed_scaling_factor)

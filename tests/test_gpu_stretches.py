@@ -1,0 +1,167 @@
+"""A token's stretches as graphs, by stand-ins for them and on a card: when they are recorded, replayed and dropped."""
+
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from gpu_graphs import Graphs
+from synthetic import one_thread, write_checkpoint
+from test_gpu_engine import IDS, SMALL, TRANSFERS, both_paths, open_engine, step_through
+
+from nemolab.engine.gpu import stretches
+from nemolab.engine.gpu.device import StandIn
+from nemolab.simulate import check_live
+
+SIZES = SMALL | {"pattern": "ME*EM"}  # stretches with and without attention; the last has a layer, too
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("decode") / "model", **SIZES)
+
+
+@pytest.fixture(scope="module")
+def wanted(path):
+    """Logits of a prompt and of steps, everything cached, nothing read ahead, no graph."""
+
+    @one_thread
+    def run():
+        with open_engine(path) as engine:
+            engine._model._parts.stretches.wanted = False
+            return torch.cat(both_paths(engine, IDS))
+
+    return run()
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    Graphs.made = []
+    monkeypatch.setattr(StandIn, "new_graphs", Graphs)
+    return Graphs.made
+
+
+def counts(graphs):
+    return [(each.recorded, each.replayed) for each in graphs]
+
+
+@one_thread
+def test_the_second_token_alike_is_recorded_and_then_replayed(path, graphs):
+    with open_engine(path) as engine:
+        state = engine.new_state()
+        engine.last_logits(IDS[:5], state)
+        engine.step(IDS[5], state)
+        assert counts(graphs) == []
+        step_through(engine, IDS[6:9], state)
+        assert counts(graphs) == [(3, 9)], "a stretch before each of two MoE layers, and one behind"
+
+
+@one_thread
+def test_graphs_change_no_bit(path, wanted, graphs):
+    for transfer in TRANSFERS:
+        with open_engine(path, transfer=transfer, ram_cache_slots=8, prefetch=2) as engine:
+            assert torch.equal(torch.cat(both_paths(engine, IDS)), wanted)
+    assert min(counts(graphs)) > (0, 10)
+
+
+@one_thread
+def test_another_conversation_or_state_gets_graphs_of_its_own(path, graphs):
+    with open_engine(path) as engine:
+        alone = step_through(engine, IDS[:12])
+        graphs.clear()
+        first, second = engine.new_state(), engine.new_state()
+        taken = [engine.step(token, state) for token in IDS[:12] for state in (first, second)]
+        assert counts(graphs) == [], "turn by turn, no two tokens are alike"
+        assert torch.equal(torch.stack(taken[::2]), alone) and torch.equal(torch.stack(taken[1::2]), alone)
+        step_through(engine, IDS[:3], first)
+        copy = first.copy()
+        step_through(engine, IDS[:3], copy)
+        assert counts(graphs) == [(3, 6), (3, 6)]
+
+
+@one_thread
+def test_keys_that_grow_need_other_graphs(path, graphs, monkeypatch):
+    from nemolab.engine.gpu import state
+
+    monkeypatch.setattr(state, "KV_STEP_TOKENS", 4)
+    with open_engine(path) as engine:
+        grown = step_through(engine, IDS[:10])
+        assert counts(graphs) == [(3, 9), (3, 9), (3, 3)], "room for 4, 8 and 12 tokens: each has a first one"
+        engine._model._parts.stretches.wanted = False
+        assert torch.equal(step_through(engine, IDS[:10]), grown)
+
+
+@one_thread
+def test_prompts_keep_graphs_or_drop_them_by_their_length(path, graphs, monkeypatch):
+    monkeypatch.setattr("nemolab.engine.gpu.model.LONG_PROMPT_TOKENS", 4)
+    released = []
+    monkeypatch.setattr(StandIn, "release", lambda _: released.append(1))
+    with open_engine(path) as engine:
+        engine._model._parts.stretches.wanted = False
+        state = engine.new_state()
+        expected = [step_through(engine, IDS[:3], state), engine.prefill(IDS[3:7], state)]
+        expected += [step_through(engine, IDS[7:10], state), engine.prefill(IDS[10:15], state)]
+        expected += [step_through(engine, IDS[15:18], state)]
+        engine._model._parts.stretches.wanted, state = True, engine.new_state()
+        released.clear()
+        found = [step_through(engine, IDS[:3], state), engine.prefill(IDS[3:7], state)]
+        assert counts(graphs) == [(3, 6)] and not released
+        found += [step_through(engine, IDS[7:10], state)]
+        assert counts(graphs) == [(3, 15)]
+        found += [engine.prefill(IDS[10:15], state), step_through(engine, IDS[15:18], state)]
+        assert counts(graphs) == [(3, 15), (3, 6)] and released
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+@one_thread
+def test_what_changes_a_stretch_drops_its_graphs(path, graphs):
+    """A recorder, and forced choices, that come and go."""
+    chosen = np.array([[0, 1, 2], [3, 4, 5]])
+    with open_engine(path, prefetch=2) as engine:
+        state = engine.new_state()
+        for change in (lambda: None, lambda: engine.force_routing(chosen), lambda: engine.force_routing(chosen + 6)):
+            change()
+            step_through(engine, IDS[:3], state)
+        assert counts(graphs) == [(3, 6), (3, 6 + 9)], "other experts by force need no other graph"
+        engine.force_routing(chosen, chosen[:, :2])
+        step_through(engine, IDS[:3], state)
+        engine.force_routing(None)
+        engine.force_routing(None)
+        step_through(engine, IDS[:3], state)
+        with engine.record() as recorder:
+            step_through(engine, IDS[:3], state)
+        step_through(engine, IDS[:3], state)
+        assert counts(graphs)[2:] == [(3, 6)] * 4
+        assert len(recorder.trace().experts) == 3
+
+
+@one_thread
+def test_no_conversation_is_kept_for_its_graphs(path, graphs):
+    with open_engine(path) as engine:
+        state = engine.new_state()
+        step_through(engine, IDS[:4], state)
+        ssm = weakref.ref(state.layers[0].ssm)
+        graphs.clear()
+        engine._model._parts.stretches._recorded.clear()  # these stand-ins hold the state; graphs hold addresses
+        del state
+        assert ssm() is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transfer", TRANSFERS)
+@one_thread
+def test_graphs_and_branches_on_a_card_change_no_bit(path, transfer):
+    """Two conversations in turn, one behind a long prompt, small caches: with graphs and without, branching or not."""
+    found = []
+    for wanted_graphs, branching in ((False, False), (True, False), (False, True), (True, True)):
+        with open_engine(path, "cuda", transfer=transfer, ram_cache_slots=8, prefetch=2) as engine:
+            parts = engine._model._parts
+            parts.stretches.wanted, parts.branch.wanted = wanted_graphs, branching
+            logits = [torch.cat(both_paths(engine, IDS)), step_through(engine, IDS * 8)]
+            engine.last_logits(IDS * (stretches.LONG_PROMPT_TOKENS // len(IDS) + 1), engine.new_state())
+            with engine.record() as recorder:
+                logits += [step_through(engine, IDS), torch.cat(both_paths(engine, IDS))]
+                assert bool(parts.stretches._recorded) == wanted_graphs
+            assert check_live(recorder.trace()).equal
+            found.append(torch.cat(logits))
+    assert all(torch.equal(other, found[0]) for other in found)
