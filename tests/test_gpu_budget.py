@@ -176,6 +176,23 @@ def test_torch_gets_what_the_budget_leaves_as_planned_or_as_found():
     assert card.limits[2:] == [None]
 
 
+def test_a_closed_engine_leaves_no_model_behind(path):
+    """Not even until the next garbage collection: the next engine's weights need its place on the card."""
+    engine = Engine(path, device="twin", transfer="rows", prefetch=1)
+    state = engine.new_state()
+    for token in (40, 41, 42):
+        engine.step(token, state)
+    engine.prefill([40, 41], engine.new_state())
+    model, head = weakref.ref(engine._model), weakref.ref(engine._model.head)
+    gc.collect()
+    gc.disable()
+    try:
+        engine.close()
+        assert model() is None and head() is None
+    finally:
+        gc.enable()
+
+
 def test_without_a_budget_nothing_is_limited_or_measured():
     card = FakeCard(reserved=7 * GIB)
     guard = make_guard(card, budget=None)
@@ -214,6 +231,16 @@ def test_a_model_that_does_not_fit_is_told_so_at_once():
     card = FakeCard()
     with pytest.raises(EngineError, match=r"holds 5\.59 GiB"):
         make_guard(card).load("this model", lambda: card.change(reserved_bytes=5 * GIB))
+
+
+def test_a_model_that_ends_the_memory_while_it_loads_asks_for_more():
+    def load():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
+
+    with pytest.raises(
+        EngineError, match=r"for this model: .* 2\.00 GiB; .* of 4\.00 GiB that vram_gib allows; allow more$"
+    ):
+        make_guard(FakeCard()).load("this model", load)
 
 
 def run_out(card, budget=4 * GIB):

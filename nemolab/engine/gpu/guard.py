@@ -46,30 +46,32 @@ class Guard:
         if watched:
             self._device.begin()
             self._check_held()
-        result = self._compute(what, compute)
+        result = self._compute(what, compute, "fewer tokens at once need less")
         if watched:
             self._limit()
         return result
 
     def load(self, what: str, compute: Callable[[], Result]) -> Result:
         """The same for what is to stay on the card."""
-        result = self._compute(what, compute)
+        result = self._compute(what, compute, "allow more")
         self._limit()
         self._check_held()
         return result
 
     def close(self) -> None:
-        """No limit any more. Closing twice is fine."""
-        if self.limit_bytes is not None:
+        """No limit any more, and what torch keeps of freed memory goes back. Closing twice is fine."""
+        if self.limit_bytes is None:
+            self._device.release()
+        else:
             self.limit_bytes = None
             self._device.set_limit(None)
 
-    def _compute(self, what: str, compute: Callable[[], Result]) -> Result:
+    def _compute(self, what: str, compute: Callable[[], Result], advice: str) -> Result:
         try:
             return compute()
         except torch.OutOfMemoryError as problem:
             said = ". ".join(str(problem).split(". ")[:2]).removesuffix(".")
-            held = self._explain()
+            held = self._explain(advice)
             # Whoever keeps the error (a notebook does) would keep every tensor of the frames it came through.
             traceback.clear_frames(problem.__traceback__)
         self._device.release()
@@ -109,7 +111,7 @@ class Guard:
     def _beside(self, usage: Usage) -> int:
         return self._plan.context_bytes if usage.beside_bytes is None else usage.beside_bytes
 
-    def _explain(self) -> str:
+    def _explain(self, advice: str) -> str:
         """Who holds what, and whether it was the budget that ended or the card."""
         usage = self._device.look()
         if usage is None:
@@ -126,4 +128,4 @@ class Guard:
         budget = show_bytes(self._plan.budget_bytes)
         if usage.free_bytes < self.limit_bytes - usage.reserved_bytes:
             return f"{ours}, of {budget} that vram_gib allows{card}: it is the card that is full, not the budget"
-        return f"{ours}, of {budget} that vram_gib allows; fewer tokens at once need less"
+        return f"{ours}, of {budget} that vram_gib allows; {advice}"

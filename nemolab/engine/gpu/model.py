@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
@@ -81,13 +82,12 @@ class CardModel:
         else:
             self.head = weights.put(self.embeddings)
         self.nbytes = weights.nbytes
-        self._h = torch.empty(config.hidden_size, device=device.torch_device)
-        self._logits = torch.empty(config.vocab_size, device=device.torch_device)
         self.moe_layers = [layer for layer in self.layers if isinstance(layer, MoeLayer)]
         for layer, following in pairwise(self.moe_layers):
             layer.following = following
         parts = (self._token, attention, self._parts, self._finder)
-        self._decoder = Decoder(self.layers, self._head, config.vocab_size, *parts, prefetch, trials.speculate, device)
+        head = _head(self.norm, self.head, config.hidden_size, config.vocab_size, device)
+        self._decoder = Decoder(self.layers, head, config.vocab_size, *parts, prefetch, trials.speculate, device)
         self.set_recorder(None)
 
     @property
@@ -101,6 +101,7 @@ class CardModel:
 
     def set_recorder(self, recorder: Recorder | None) -> None:
         """Let a recorder be told everything from now on, or (None) nobody."""
+        self.device.use()
         self._recorder = recorder
         # Without prefetch the recorder guesses by itself, on the CPU.
         self._parts.guess(max(self._guesses, recorder.guesses if recorder else 0) if self._guesses else 0)
@@ -115,10 +116,12 @@ class CardModel:
         guesses  int [layers, n] by rank, made in each layer for the next; None: the routers', where there are any
         Raises EngineError for another shape, and for ids that cannot be.
         """
+        self.device.use()
         self._parts.force(chosen, guesses)
 
     def prompt(self, ids: torch.Tensor, state: State) -> torch.Tensor:
         """ids int64 [tokens] on the CPU -> normed hidden states [tokens, hidden] on the card."""
+        self.device.use()
         if self._recorder:
             self._recorder.begin_step(PREFILL, state, ids)
         tokens = ids.shape[0]
@@ -149,6 +152,7 @@ class CardModel:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Normed hidden states [tokens, hidden], wherever they are -> logits float32 [tokens, vocab] on the CPU."""
+        self.device.use()
         out = torch.empty(hidden.shape[0], self.config.vocab_size)
 
         def compute() -> torch.Tensor:
@@ -160,6 +164,7 @@ class CardModel:
 
     def step(self, token_id: int, state: State) -> torch.Tensor:
         """One token -> logits float32 [vocab] on the CPU; the state moves on by it."""
+        self.device.use()
         if self._recorder:
             self._recorder.begin_step(DECODE, state, (token_id,))
         embedding = self.embeddings.take(torch.tensor([token_id]))[0]
@@ -169,13 +174,21 @@ class CardModel:
             self._recorder.end_step()
         return logits
 
-    def _head(self, x: torch.Tensor) -> torch.Tensor:
-        self.head.multiply(self.norm.run(x, self._h), self._logits)
-        return self._logits
-
     def close(self) -> None:
         """Wait for the card and unlock what is page-locked. Closing twice is fine."""
+        self.device.use()
         self._finder.cache.watcher = None
         self.device.wait()
         for part in (self._decoder, self._parts, self._parts.step, self._finder, self._table, self._token, self.memory):
             part.close()
+
+
+def _head(norm: Norm, head, hidden: int, vocab: int, device) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What queues the logits of a finished x. No method: a model that holds itself would stay until it is collected."""
+    h, logits = (torch.empty(size, device=device.torch_device) for size in (hidden, vocab))
+
+    def queue(x: torch.Tensor) -> torch.Tensor:
+        head.multiply(norm.run(x, h), logits)
+        return logits
+
+    return queue
