@@ -1,5 +1,7 @@
 """Tokens on a card, by twins and there: those that break off, memory that is not locked, forced routes, recording."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -300,6 +302,21 @@ def test_memory_that_is_not_locked_on_a_card_changes_no_bit(path, transfer, monk
         assert torch.equal(torch.cat(both_paths(engine, IDS)), wanted)
         assert engine._model._finder._ring is not None
         assert torch.equal(torch.cat(both_paths(engine, IDS)), wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transfer", ["pull", "rows"])
+def test_a_card_is_used_from_any_thread(path, transfer):
+    """Opened here, used and closed elsewhere: in a notebook's or a server's threads."""
+    engine, found = open_engine(path, "cuda", transfer=transfer), []
+    wanted = torch.cat(both_paths(engine, IDS))
+    tasks = (lambda: step_through(engine, IDS[:12]), lambda: torch.cat(both_paths(engine, IDS)), engine.close)
+    for task in tasks:
+        thread = threading.Thread(target=lambda task=task: found.append(task()))
+        thread.start()
+        thread.join()
+    steps = len(IDS) - 8  # behind the prompt's logits
+    assert torch.equal(found[1], wanted) and torch.equal(found[0], wanted[steps : steps + 12]) and len(found) == 3
 
 
 @pytest.mark.gpu

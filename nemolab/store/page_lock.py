@@ -54,6 +54,7 @@ class Driver:
         ):
             if done is not None:
                 raise StoreError(f"CUDA card {device} cannot be used: {done}")
+        self._context = context
         self._copy = self._cuda.cuMemcpyAsync  # types declared once: it is called for every expert of every layer
         self._copy.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
         self.copy_batch = getattr(self._cuda, "cuMemcpyBatchAsync_v2", None)  # from CUDA 13 on
@@ -63,16 +64,20 @@ class Driver:
         if not same.value:
             raise StoreError(f"CUDA card {device} sees page-locked memory under other addresses than the CPU")
 
+    def use(self) -> str | None:
+        """Let the calling thread use the card: a thread that never has has no context, and no copy works without."""
+        return self._call("cuCtxSetCurrent", self._context)
+
     def lock(self, address: int, nbytes: int) -> str | None:
-        return self._call(
+        return self.use() or self._call(
             "cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _PORTABLE_AND_MAPPED
         )
 
     def unlock(self, address: int) -> str | None:
-        return self._call("cuMemHostUnregister", ctypes.c_void_p(address))
+        return self.use() or self._call("cuMemHostUnregister", ctypes.c_void_p(address))
 
     def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
-        """Queue a copy between any two addresses on a stream. Raises StoreError."""
+        """Queue a copy between any two addresses on a stream, in a thread that does `use` the card; or StoreError."""
         status = self._copy(to, source, nbytes, stream)
         if status:
             raise StoreError(f"copying {nbytes} bytes from {source:#x} to {to:#x}: {self.name_error(status)}")

@@ -63,6 +63,13 @@ class Card:
         """A small page-locked tensor that copies to and from the card need not wait for."""
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
+    def use(self) -> None:
+        """Before each pass, whatever thread it runs in: torch and the driver keep by thread which card is meant."""
+        torch.cuda.set_device(self.torch_device)
+        problem = self.locker.use()
+        if problem is not None:
+            raise EngineError(f"{self.name} cannot be used any more: {problem}")
+
     def main_stream(self) -> torch.cuda.Stream:
         """torch's current stream."""
         return torch.cuda.current_stream(self.torch_device)
@@ -144,6 +151,9 @@ class StandIn:
 
     def host_tensor(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
+
+    def use(self) -> None:
+        pass
 
     def main_stream(self) -> _AtOnce:
         return _AtOnce()
