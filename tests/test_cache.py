@@ -233,7 +233,7 @@ def test_closing_frees_memory_files_and_threads(store):
 
     store.block_bytes, store.n_layers, store.n_experts = 64 << 20, 1, TOP_K
     store.open_reader = lambda threads: types.SimpleNamespace(
-        read_into=lambda block, buffer: buffer.fill(1), threads=0, close=lambda: None
+        read_many=lambda jobs: [buffer.fill(1) for _, buffer in jobs], close=lambda: None
     )
     before = resident_bytes()
     cache = ExpertCache(store, slots=TOP_K)

@@ -117,7 +117,13 @@ class Engine:
         try:
             self._card = open_card(self.store, device, transfer, vram_gib, trials)
             self.budget = self._budget(ram_cache_gib, ram_cache_slots)
-            self._cache = ExpertCache(self.store, slots=self.budget.blocks, policy=policy, threads=reader_threads)
+            self._cache = ExpertCache(
+                self.store,
+                slots=self.budget.blocks,
+                policy=policy,
+                threads=reader_threads,
+                prompt_enters=trials.prompt_enters,
+            )
             self._team = Team(self.threads)
             with torch.no_grad():
                 if self._card:

@@ -126,7 +126,7 @@ class MoeLayer:
         pairs = flat.argsort(stable=True).numpy()  # all pairs of an expert side by side, tokens ascending
         ends = flat.bincount(minlength=self.scales_2.shape[0]).cumsum(0).numpy()
         needed = torch.unique(flat).tolist()
-        for ids, rows in self.cache.stream_rows(self.ordinal, needed, "prefill"):
+        for ids, rows in self.cache.stream_rows(self.ordinal, needed, "prefill", flat.numpy()):
             starts = np.concatenate([[ends[ids[0] - 1] if ids[0] else 0], ends[ids]])
             expert_prompt(
                 self.team,

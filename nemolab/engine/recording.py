@@ -51,6 +51,7 @@ def make_recorder(
         n_experts=store.n_experts,
         fingerprint=store.fingerprint,
         block_bytes=(store.block_bytes,) * store.n_layers,
+        prefill_warms=cache.prompt_enters,
         taken={"kind": "chat", **taken, "cache": settings},
     )
     layers = model.moe_layers

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any
@@ -155,12 +155,14 @@ class _Bookkeeping:
 class _NothingIsRead:
     """In a reader's place: what is asked for is there at once; what is read ahead once `land` is called."""
 
-    threads = 0  # that would help with what is asked for
+    threads = 0  # that help with what is fetched
 
     def __init__(self):
         self._under_way: list[Callable[[], None]] = []
 
     def read_into(self, block: int, buffer: np.ndarray) -> None: ...
+
+    def read_many(self, jobs: Iterable[tuple[int, np.ndarray]]) -> None: ...
 
     def submit(self, task: Callable[[], None]) -> None:
         self._under_way.append(task)

@@ -5,17 +5,17 @@ What stays is decided by `nemolab.policy`, in the same compiled code that replay
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from nemolab.errors import StoreError
 from nemolab.policy import POLICIES, Policy
-from nemolab.policy.rows import NO_ROW, Seats
+from nemolab.policy.rows import Seats
 from nemolab.store.arena import Arena
 from nemolab.store.counts import Counts
 from nemolab.store.fetch import Fetched, OnItsWay, Watcher, nothing_to_wait_for
 from nemolab.store.growth import Growth
+from nemolab.store.prompt_ring import PromptRing
 from nemolab.store.reader import DEFAULT_THREADS, BlockReader, Pending
 from nemolab.store.residents import Residents
 
@@ -72,7 +72,6 @@ class ExpertCache:
         self._arena = Arena(slots + 2 * self.ring, self.block_bytes)
         self.arena = self._arena.rows
         self._views = list(self.arena)
-        self._ring_rows = range(slots, slots + 2 * self.ring)
         self._counts: dict[str, Counts] = {}
         self._streaming = False
         self.missed = 0
@@ -84,6 +83,8 @@ class ExpertCache:
             raise
         growth = Growth(slots, self.block_bytes, top_k)
         self._residents = Residents((self._n_layers, self._n_experts), slots, self.policy, growth, self.reader)
+        ring_rows = range(slots, slots + 2 * self.ring)
+        self._ring = PromptRing(self._residents, self.reader, self._views, ring_rows, self.ring)
 
     def __enter__(self) -> "ExpertCache":
         return self
@@ -106,7 +107,8 @@ class ExpertCache:
 
     @watcher.setter
     def watcher(self, watcher: Watcher | None) -> None:
-        self._wait_turn("a watcher that joins")
+        if watcher is not None:
+            self._wait_turn("a watcher that joins")
         self._residents.watch(watcher)
 
     def lookup(self, layer: int, experts: Sequence[int], phase: str = "decode") -> list[np.ndarray]:
@@ -120,9 +122,25 @@ class ExpertCache:
 
     def lookup_rows(self, layer: int, experts: Sequence[int], phase: str = "decode") -> list[int]:
         """As `lookup`, but the rows of `.arena` that hold the blocks."""
-        fetched = self._fetch(layer, experts, phase, own_hands=1)
-        fetched.wait()
-        return fetched.rows
+        self._wait_turn("a lookup")
+        residents, counts = self._residents, self._counts_of(phase)
+        try:
+            seats = self._look_up(layer, experts, counts)
+            if seats is not None:
+                late = len(residents.ahead.find_late(seats.useful)) if seats.useful else 0
+                if seats.misses:
+                    self.reader.read_many(self._jobs(seats.misses, seats.miss_rows))
+                    residents.tell_came(seats.misses)
+                residents.take(seats.useful, late, counts)
+                residents.book.note_whole()
+        except BaseException:
+            residents.forget()
+            raise
+        if seats is None:
+            raise self._refusal(layer, experts)
+        counts.hits += seats.distinct - self.missed
+        counts.misses += self.missed
+        return seats.rows
 
     def fetch(self, layer: int, experts: Sequence[int], phase: str = "decode") -> Fetched:
         """As `lookup_rows`, but returns at once, while what is missing is read.
@@ -130,51 +148,51 @@ class ExpertCache:
         Until its `wait` has returned no block may be read ahead; whatever else is asked of the cache gives the fetch
         up, as if a read of it had failed (an interrupt may have come between the two).
         """
-        return self._fetch(layer, experts, phase, own_hands=0)
-
-    def _fetch(self, layer: int, experts: Sequence[int], phase: str, own_hands: int) -> Fetched:
-        """own_hands: threads that come to wait for the reads at once, and so to help."""
         self._wait_turn("a lookup")
-        residents, counts = self._residents, self._counts_of(phase)
-        if len(experts) > residents.slots and len(set(experts)) > residents.slots:
-            raise StoreError(f"a batch of {len(set(experts))} experts does not fit a cache of {residents.slots} blocks")
-        begun = None
+        residents, counts, late = self._residents, self._counts_of(phase), []
         try:
-            if residents.growing:
-                residents.grow(layer, experts, needed=True)
-            seats = residents.book.look_up(layer, experts)
-            if seats is not None:
-                self.missed = len(seats.misses)
-                if seats.misses or seats.useful:
-                    begun = self._begin_reads(seats, counts, own_hands)
-                else:
-                    counts.hits += seats.distinct
+            seats = self._look_up(layer, experts, counts)
+            if seats is not None and (seats.misses or seats.useful):
+                if seats.useful:
+                    late = residents.ahead.find_late(seats.useful)
+                pending = Pending(self.reader, self._jobs(seats.misses, seats.miss_rows))
+                hits = seats.distinct - self.missed
+                begun = residents.begun = OnItsWay(counts, hits, seats.misses, late, pending, self._arrive)
+                residents.take([key for key in seats.useful if key not in late], 0, counts)
+                pending.begin(self.missed)
         except BaseException:
             residents.forget()
             raise
         if seats is None:
-            raise self._out_of_range(layer, experts)
-        if begun is None:
+            raise self._refusal(layer, experts)
+        if residents.begun is None:
+            counts.hits += seats.distinct
             return Fetched(seats.rows, [], nothing_to_wait_for)
         missing = seats.missing
-        if begun.late:
+        if late:
             base = layer * self._n_experts
-            missing = [rank for rank, expert in enumerate(experts) if rank in missing or base + expert in begun.late]
+            missing = [rank for rank, expert in enumerate(experts) if rank in missing or base + expert in late]
+        if not missing:  # what was read ahead has come: nobody need wait, and so nobody will
+            begun.wait()
         return Fetched(seats.rows, missing, begun.wait)
 
-    def _begin_reads(self, seats: Seats, counts: Counts, own_hands: int) -> OnItsWay:
-        """What the book says to be there comes: victims leave, what was read ahead is taken, misses are read."""
-        residents, misses, useful, late = self._residents, seats.misses, seats.useful, []
-        if misses:
-            residents.vacate(seats.victims, seats.wasted, counts)
-        if useful:
-            late = residents.ahead.find_late(useful)
-        pending = Pending(self.reader, zip(misses, map(self._views.__getitem__, seats.miss_rows), strict=True))
-        begun = residents.begun = OnItsWay(counts, seats.distinct - len(misses), misses, late, pending, self._arrive)
-        if len(useful) > len(late):
-            residents.take([key for key in useful if key not in late], counts)
-        pending.begin(len(misses) - own_hands)
-        return begun
+    def _look_up(self, layer: int, experts: Sequence[int], counts: Counts) -> Seats | None:
+        """What the book says of a batch, whose victims have left. None: it is refused."""
+        residents = self._residents
+        if len(experts) > residents.slots and len(set(experts)) > residents.slots:
+            return None
+        if residents.growing:
+            residents.grow(layer, experts, needed=True)
+        seats = residents.book.look_up(layer, experts)
+        if seats is not None:
+            self.missed = len(seats.misses)
+            if seats.victims:
+                residents.vacate(seats.victims, seats.wasted, counts)
+        return seats
+
+    def _jobs(self, keys: Sequence[int], rows: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
+        """What a reader is told."""
+        return zip(keys, map(self._views.__getitem__, rows), strict=True)
 
     def _arrive(self, batch: OnItsWay) -> None:
         """All of a fetch is there on return."""
@@ -187,8 +205,7 @@ class ExpertCache:
             if batch.misses:
                 batch.pending.wait()
                 residents.tell_came(batch.misses)
-            if batch.late:
-                residents.take(batch.late, batch.counts, late=True)
+            residents.take(batch.late, len(batch.late), batch.counts)
             residents.book.note_whole()
             batch.arrived, residents.begun = True, None
         except BaseException:
@@ -216,88 +233,59 @@ class ExpertCache:
             if issue is not None:
                 if issue.victims:
                     residents.vacate(issue.victims, issue.wasted, counts)
-                counts.issued += len(issue.reads)
-                jobs = zip(issue.reads, map(self._views.__getitem__, issue.rows), strict=True)
-                residents.ahead.start(jobs, counts)
+                if issue.reads:
+                    counts.issued += len(issue.reads)
+                    residents.ahead.start(self._jobs(issue.reads, issue.rows), counts)
         except BaseException:
             residents.forget()
             raise
         if issue is None:
-            raise self._out_of_range(layer, guesses)
+            raise self._refusal(layer, guesses)
         return len(issue.reads)
 
     def stream(
-        self, layer: int, experts: Sequence[int], phase: str = "prefill"
+        self, layer: int, experts: Sequence[int], phase: str = "prefill", lookups: Sequence[int] | None = None
     ) -> Iterator[list[tuple[int, np.ndarray]]]:
         """The distinct experts of a prompt pass in batches of `ring`, each read at most once.
 
         Hits are used where they lie and not refreshed, misses go through the ring, nothing enters the cache. The next
         batch is read while the caller computes on this one; a batch's views are valid until the next is asked for.
+
+        With `prompt_enters` it is one batch as in decode instead, by the rules of a replay with `prefill_warms`: hits
+        are refreshed and misses stay. lookups: the ids as tokens asked for them, for the order of recency (by default
+        that of `experts`).
         """
         views = self._views
         # Closed by name: Python 3.12.3 would keep the inner stream open until the outer one is forgotten.
-        with contextlib.closing(self.stream_rows(layer, experts, phase)) as batches:
+        with contextlib.closing(self.stream_rows(layer, experts, phase, lookups)) as batches:
             for ids, rows in batches:
                 yield [(expert, views[row]) for expert, row in zip(ids, rows, strict=True)]
 
     def stream_rows(
-        self, layer: int, experts: Sequence[int], phase: str = "prefill"
+        self, layer: int, experts: Sequence[int], phase: str = "prefill", lookups: Sequence[int] | None = None
     ) -> Iterator[tuple[list[int], list[int]]]:
         """As `stream`, but (expert ids, rows of `.arena`) for each batch."""
         if self._streaming:
             raise StoreError("one prompt stream at a time; finish or close the other first")
         self._wait_turn("a prompt")
         ids = list(dict.fromkeys(experts.tolist() if hasattr(experts, "tolist") else experts))
-        if ids and not (0 <= min(ids) and max(ids) < self._n_experts and 0 <= layer < self._n_layers):
-            raise self._out_of_range(layer, ids)
-        base = layer * self._n_experts
+        if ids and not self._are_known(layer, ids):
+            raise self._refusal(layer, ids)
+        base, counts, self.missed = layer * self._n_experts, self._counts_of(phase), 0
         keys = [base + expert for expert in ids]
-        residents, counts = self._residents, self._counts_of(phase)
-        batches = [keys[start : start + self.ring] for start in range(0, len(keys), self.ring)]
-        here = coming = None
-        self.missed = 0
+        if self.prompt_enters and ids:
+            by_last_use = _order_by_last_use(ids if lookups is None else lookups)
+            batches = self._ring.stream_entering(keys, counts, layer, by_last_use)
+        else:
+            batches = self._ring.stream(keys, counts)
         try:
             self._streaming = True
-            for number, batch in enumerate([*batches, None]):
-                here, coming = coming, None
-                if batch is not None:  # read ahead into the bank that the batch before last has left
-                    coming = self._plan_ring(batch, number % 2)
-                    coming.pending.begin(coming.misses)
-                if here is not None:
-                    asked = [key for key in here.keys if key in residents.ahead] if residents.ahead else []
-                    late = residents.ahead.find_late(asked)
-                    here.pending.wait()
-                    if asked:
-                        self._pass_by(asked, late, counts)
-                    self.missed += here.misses
-                    counts.hits += len(here.keys) - here.misses
-                    counts.misses += here.misses
-                    yield [key - base for key in here.keys], here.rows
+            with contextlib.closing(batches):
+                for batch in batches:
+                    self.missed += batch.misses
+                    yield [key - base for key in batch.keys], batch.rows
         finally:
-            for unfinished in (here, coming):
-                if unfinished is not None:
-                    unfinished.pending.cancel()
             self._streaming = False
-
-    def _pass_by(self, asked: list[int], late: list[int], counts: Counts) -> None:
-        """A prompt asks for blocks read ahead."""
-        try:
-            self._residents.take([key for key in asked if key not in late], counts)
-            self._residents.take(late, counts, late=True)
-            self._residents.book.pass_by(asked)
-        except BaseException:
-            self._residents.forget()
-            raise
-
-    def _plan_ring(self, keys: list[int], bank: int) -> "_RingBatch":
-        """What the cache lacks is to be read into one of the two banks."""
-        free = iter(self._ring_rows[bank * self.ring :])
-        rows, jobs = self._residents.book.row_of[np.array(keys)].tolist(), []
-        for place, key in enumerate(keys):
-            if rows[place] == NO_ROW:
-                rows[place] = next(free)
-                jobs.append((key, self._views[rows[place]]))
-        return _RingBatch(keys, rows, len(jobs), Pending(self.reader, jobs))
 
     def stats(self) -> dict[str, dict[str, int]]:
         """By phase: lookups, hits, misses, reads and bytes_read (whole blocks that arrived, asked for or ahead), and
@@ -325,11 +313,19 @@ class ExpertCache:
         self.reader = None
         self._release()
 
-    def _out_of_range(self, layer: int, experts: Sequence[int]) -> StoreError:
+    def _refusal(self, layer: int, experts: Sequence[int]) -> StoreError:
+        """Why nothing was done."""
+        distinct = len(set(experts))
+        if distinct > self.slots and self._are_known(layer, experts):
+            return StoreError(f"a batch of {distinct} experts does not fit a cache of {self.slots} blocks")
         return StoreError(
             f"layer {layer}, experts {min(experts)} to {max(experts)}: "
             f"the store holds {self._n_layers} MoE layers of {self._n_experts} experts"
         )
+
+    def _are_known(self, layer: int, experts: Sequence[int]) -> bool:
+        """Where not, an id would silently be another layer's expert."""
+        return 0 <= min(experts) and max(experts) < self._n_experts and 0 <= layer < self._n_layers
 
     def _wait_turn(self, what: str) -> None:
         """Not when closed, nor amid a prompt batch; a fetch that nobody waited for is over."""
@@ -348,17 +344,15 @@ class ExpertCache:
 
     def _release(self) -> None:
         self.arena = None
-        self._views = []
+        self._views.clear()
         self._arena.close()
 
 
-class _RingBatch(NamedTuple):
-    """One batch of a prompt pass: its block indices, their rows, how many are read, and the reads."""
-
-    keys: list[int]
-    rows: list[int]
-    misses: int
-    pending: Pending
+def _order_by_last_use(ids: Sequence[int]) -> list[int]:
+    """Each once, in order of last occurrence."""
+    backwards = np.asarray(ids).ravel()[::-1]
+    _, first = np.unique(backwards, return_index=True)
+    return backwards[np.sort(first)[::-1]].tolist()
 
 
 def _find_policy(policy: str | Policy) -> Policy:

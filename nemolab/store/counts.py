@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, eq=False)
 class Counts:
-    """What happened in one phase. lost: blocks issued here that never arrived and that nobody asked for."""
+    """What happened in one phase.
+
+    lost    blocks issued here that never arrived and that nobody asked for
+    reread  hits of a prompt that had to leave for its misses, and were read again
+    """
 
     hits: int = 0
     misses: int = 0
@@ -16,10 +20,11 @@ class Counts:
     wasted: int = 0
     late: int = 0
     lost: int = 0
+    reread: int = 0
 
     def to_dict(self, block_bytes: int, lost: int = 0) -> dict[str, int]:
         """lost: further reads that came to nothing and are still counted on."""
-        reads = self.misses + self.issued - self.lost - lost
+        reads = self.misses + self.issued + self.reread - self.lost - lost
         return {
             "lookups": self.hits + self.misses,
             "hits": self.hits,

@@ -69,14 +69,19 @@ class Residents:
         if wasted:
             self._waste(self.ahead.drop(victims), counts)
 
-    def take(self, keys: list[int], counts: Counts, late: bool = False) -> None:
-        """Blocks read ahead are asked for: they are there on return. late: they are waited for."""
+    def take(self, keys: Sequence[int], late: int, counts: Counts, tell: bool = True) -> None:
+        """Blocks read ahead are asked for: they are there on return.
+
+        late  how many of them were under way when they were asked for
+        tell  False: they have no place in the cache any more
+        """
         if keys:
             self.ahead.land(keys)
-            self.tell_came(keys)
+            if tell:
+                self.tell_came(keys)
             self.ahead.hand_over(keys)
             counts.useful += len(keys)
-            counts.late += len(keys) if late else 0
+            counts.late += late
 
     def tell_came(self, keys: Sequence[int]) -> None:
         """Said of blocks before they count as whole: if an interrupt comes in between they are said to have left."""

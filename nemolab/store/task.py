@@ -42,7 +42,8 @@ class Task:
 
     def wait(self) -> None:
         """Help, or wait until it is over."""
-        self.run()
+        if not self.ended:
+            self.run()
         if self.ended:
             return
         # An event is dear, and most work is over before anyone waits. The order matters: the thread at work says that
