@@ -85,23 +85,27 @@ class LoggedDevice(StandIn):
         self.under_way = 0
 
 
-@pytest.mark.parametrize("hits", [True, False])
-def test_copies_are_waited_for_where_their_memory_is_read_into_next(hits):
-    """The reader fills the rows behind the cached ones as soon as the next batch is asked for; the others stay."""
-    device, unended = LoggedDevice(), []
+@pytest.mark.parametrize("hits, enters", [(True, False), (False, False), (True, True)])
+def test_copies_are_waited_for_where_their_memory_is_read_into_next(hits, enters):
+    """The reader fills the rows behind the cached ones as soon as the next batch is asked for; the others stay, unless
+    prompts enter the cache."""
+    device, unended, by_last_use = LoggedDevice(), [], []
 
-    def stream_rows(layer, experts, phase):
+    def stream_rows(layer, experts, phase, lookups):
+        by_last_use.append(lookups)
         for first in range(0, len(experts), 10):
             yield experts[first : first + 10], [place if hits else 100 + place for place in range(10)]
             unended.append(device.under_way)
 
-    cache = SimpleNamespace(ring=10, slots=100, stream_rows=stream_rows)
+    cache = SimpleNamespace(ring=10, slots=100, stream_rows=stream_rows, prompt_enters=enters)
     memory = SimpleNamespace(block_bytes=4096, address_of=lambda row: 4096 * row, is_seen=lambda row: True)
     operators = SimpleNamespace(expert_prompt=lambda *_: None, add_experts=lambda *_: None)
     prompts = PromptExperts((16, 16), cache, memory, device, operators)
-    routing = prompts.sort(torch.arange(30).view(15, 2), torch.ones(15, 2), 30)
+    routing = prompts.sort(torch.arange(30).flip(0).view(15, 2), torch.ones(15, 2), 30)
     prompts.run(0, torch.zeros(15, 16, dtype=torch.bfloat16), routing, torch.ones(30, 2), None)
-    assert unended == ([10, 20, 30] if hits else [0, 0, 0])
+    assert unended == ([10, 20, 30] if hits and not enters else [0, 0, 0])
+    if enters:
+        assert by_last_use[0].tolist() == list(range(29, -1, -1)), "the cache learns in which order tokens asked"
 
 
 def test_pairs_are_sorted_by_expert_and_a_tokens_places_ascend():

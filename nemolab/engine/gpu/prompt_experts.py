@@ -105,7 +105,10 @@ class PromptExperts:
         h = torch.empty(held, inter, dtype=torch.bfloat16, device=there)
         results = torch.empty(held, width, device=there)
         done = 0
-        with closing(self._halves(layer, needed.tolist())) as halves:
+        by_last_use = None
+        if self._cache.prompt_enters:  # an expert's last pair is its last lookup
+            by_last_use = needed[routing.pairs.cpu().numpy()[starts[needed + 1] - 1].argsort()]
+        with closing(self._halves(layer, needed.tolist(), by_last_use)) as halves:
             for rows in halves:
                 turn, mine = self._copy(rows), slice(done, done + len(rows))
                 done += len(rows)
@@ -122,15 +125,16 @@ class PromptExperts:
                 self._done[turn].record(self._device.main_stream())
         return out
 
-    def _halves(self, layer: int, experts: list[int]) -> Iterator[list[int]]:
+    def _halves(self, layer: int, experts: list[int], by_last_use: np.ndarray | None) -> Iterator[list[int]]:
         """Rows of the cache's memory with these experts in their order, so many at once as half the ring holds."""
         # Closed by name, as in `ExpertCache.stream`: an error's traceback would keep the stream open.
-        with closing(self._cache.stream_rows(layer, experts, "prefill")) as batches:
+        with closing(self._cache.stream_rows(layer, experts, "prefill", by_last_use)) as batches:
             for _, rows in batches:
                 for first in range(0, len(rows), self._half):
                     yield rows[first : first + self._half]
-                # Where the cache's own ring begins, memory is read into as soon as the next batch is asked for.
-                if max(rows) >= self._cache.slots:
+                # Where the cache's own ring begins, memory is read into as soon as the next batch is asked for; where
+                # a prompt enters, any may be for the next layer.
+                if max(rows) >= self._cache.slots or self._cache.prompt_enters:
                     self._copied[1 - self._turn].synchronize()
 
     def _copy(self, rows: list[int]) -> int:
