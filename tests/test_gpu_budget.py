@@ -294,10 +294,39 @@ def test_a_budget_that_is_none_is_refused_with_the_least(path, value):
 def test_the_least_that_is_said_runs_and_less_does_not(path):
     with Engine(path, device="twin") as engine:
         least = least_bytes(engine.store, 6) / GIB
-    with pytest.raises(EngineError, match=r"vram_gib allows .* but this model takes .*; ask for that much"):
+    with pytest.raises(EngineError, match=r"vram_gib allows .* but this model takes .*; that much is needed"):
         Engine(path, device="twin", vram_gib=least - 1e-6)
     with Engine(path, device="twin", vram_gib=least + 1e-6) as engine:
         assert engine.memory()["card"]["planned"]["total_bytes"] == int(least * GIB)
+
+
+class TakenCard(FakeCard):
+    """One of 8 GiB of which other programs leave so much."""
+
+    def __init__(self, left):
+        super().__init__(reserved=0, beside=600 * MIB, used=8 * GIB - left + 600 * MIB)
+        self.name, self.total_bytes = "a card", 8 * GIB
+
+
+def open_on(card, path, monkeypatch, **settings):
+    monkeypatch.setattr("nemolab.engine.gpu.side.open_device", lambda name: card)
+    with Engine(path, device="twin", **settings) as engine:
+        return engine.memory()["card"]["planned"]
+
+
+def test_without_a_budget_what_is_free_decides_the_passes(path, monkeypatch):
+    ample = open_on(TakenCard(7 * GIB), path, monkeypatch)
+    tight = open_on(TakenCard(ample["total_bytes"] - 1), path, monkeypatch)
+    assert tight["pass_tokens"] < ample["pass_tokens"] == 8192
+    with pytest.raises(EngineError, match=r"a card has room for 512\.00 MiB, but this model takes"):
+        open_on(TakenCard(512 * MIB), path, monkeypatch)
+
+
+def test_a_budget_that_others_leave_no_room_for_is_said(path, monkeypatch, capsys):
+    open_on(TakenCard(7 * GIB), path, monkeypatch, vram_gib=2)
+    assert "are free" not in capsys.readouterr().err
+    open_on(TakenCard(512 * MIB), path, monkeypatch, vram_gib=2)
+    assert "but only 512.00 MiB of the 8.00 GiB of a card are free: close other" in capsys.readouterr().err
 
 
 @one_thread

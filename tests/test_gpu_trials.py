@@ -219,6 +219,18 @@ def test_after_a_token_that_broke_off_nothing_half_copied_is_used(path, plain, m
         assert torch.equal(torch.stack([engine.step(token, state) for token in IDS[:8]]), plain[:8])
 
 
+@one_thread
+def test_a_prompt_that_enters_saves_reads(path):
+    found = {}
+    for enters in (False, True):
+        with Engine(path, device="twin", trials=Trials(prompt_enters=enters)) as engine:
+            state = engine.new_state()
+            engine.last_logits(IDS, state)
+            engine.step(IDS[0], state)
+            found[enters] = engine.stats()["decode"]["misses"]
+    assert found[True] < found[False]
+
+
 def test_what_is_kept_is_planned(path):
     planned = []
     for gib in (0.0, 0.25):
@@ -272,6 +284,8 @@ def test_no_bit_depends_on_a_trial_on_a_card(tiny_path):
 
     wanted, _ = run()
     for transfer in COPYING:
-        trials = Trials(shared_first=True, prompt_enters=True, kept_gib=0.01, speculate=4)
+        trials = Trials(shared_first=True, prompt_enters=True, speculate=4)
         found, step = run(transfer=transfer, prefetch=2, trials=trials)
         assert torch.equal(found, wanted) and step.held > 0 and step.early > 0
+        found, step = run(transfer=transfer, trials=Trials(kept_gib=0.01))
+        assert torch.equal(found, wanted) and step.held > step.copied > 0

@@ -73,6 +73,7 @@ def plan_card(
     context_bytes: int = CONTEXT_BYTES,
     transfer: str = "pull",
     kept_bytes: int = 0,
+    allowed_by: str = "vram_gib allows",
 ) -> CardPlan:
     """The plan with the longest prompt passes that the budget allows. Raises EngineError with the numbers.
 
@@ -85,7 +86,7 @@ def plan_card(
     for plan in plans:
         if budget_bytes is None or plan.total_bytes <= budget_bytes:
             return plan
-    raise EngineError(_refusal(min(plans, key=lambda plan: plan.total_bytes)))
+    raise EngineError(_refusal(min(plans, key=lambda plan: plan.total_bytes), allowed_by))
 
 
 def least_bytes(store, ring: int, transfer: str = "pull") -> int:
@@ -170,11 +171,11 @@ def _mamba_bytes(config, tokens: int) -> int:
     return 2 * config.hidden_size * piece + max(convolving, scanning, gating)
 
 
-def _refusal(plan: CardPlan) -> str:
+def _refusal(plan: CardPlan, allowed_by: str) -> str:
     shown = {name.removesuffix("_bytes").replace("_", " "): value for name, value in plan.to_dict().items()}
     names = ("dense", "experts", "state", "prompt", "kept", "workspace", "context")
     parts = ", ".join(f"{name} {show_bytes(shown[name])}" for name in names if name != "kept" or plan.kept_bytes)
     return (
-        f"vram_gib allows {show_bytes(plan.budget_bytes)}, but this model takes {show_bytes(plan.total_bytes)} of a "
-        f"card's memory, with prompts in passes of {plan.pass_tokens} tokens ({parts}); ask for that much"
+        f"{allowed_by} {show_bytes(plan.budget_bytes)}, but this model takes {show_bytes(plan.total_bytes)} of a "
+        f"card's memory, with prompts in passes of {plan.pass_tokens} tokens ({parts}); that much is needed"
     )

@@ -10,9 +10,10 @@ from nemolab.engine.gpu.guard import SPARE_BYTES, Guard
 from nemolab.engine.gpu.kept import kept_bytes
 from nemolab.engine.gpu.model import CardModel
 from nemolab.engine.gpu.moe_step import STRATEGIES
-from nemolab.engine.gpu.plan import CONTEXT_BYTES, host_dense_bytes, least_bytes, plan_card
+from nemolab.engine.gpu.plan import CONTEXT_BYTES, CardPlan, host_dense_bytes, least_bytes, plan_card
 from nemolab.engine.trials import Trials
 from nemolab.errors import EngineError
+from nemolab.progress import say
 from nemolab.store import ExpertCache, Store
 from nemolab.store.cache import RING
 from nemolab.units import show_bytes
@@ -40,16 +41,30 @@ class CardSide:
         total_bytes = self.device.total_bytes
         if budget_bytes is not None and total_bytes is not None and budget_bytes > total_bytes:
             raise EngineError(f"vram_gib is {vram_gib}; {self.device.name} has {total_bytes / 2**30:.1f} GiB")
-        usage, context_bytes = self.device.look(), CONTEXT_BYTES
-        if usage is not None and usage.beside_bytes is not None:  # before any kernel, so the rest is still to come
-            context_bytes = max(context_bytes, usage.beside_bytes + SPARE_BYTES)
-        kept = kept_bytes(trials, self.transfer, store)
-        plan = plan_card(store, ring, budget_bytes or total_bytes, context_bytes, self.transfer, kept)
-        self.plan = replace(plan, budget_bytes=budget_bytes)
-        self.pass_tokens = plan.pass_tokens
+        self.plan = self._make_plan(budget_bytes, ring)
+        self.pass_tokens = self.plan.pass_tokens
         self.host_bytes = host_dense_bytes(store) + store.config.top_k * store.block_bytes
         self._model: CardModel | None = None
         self.guard = Guard(self.device, self.plan)
+
+    def _make_plan(self, budget_bytes: int | None, ring: int) -> CardPlan:
+        """Within the budget or, without one, within what is free; where less is free than planned, that is said."""
+        usage, context_bytes, room_bytes = self.device.look(), CONTEXT_BYTES, None
+        if usage is not None:
+            found_bytes = usage.beside_bytes or 0  # before any kernel: the rest is still to come
+            context_bytes = max(CONTEXT_BYTES, found_bytes + SPARE_BYTES)
+            room_bytes = usage.free_bytes + usage.reserved_bytes - usage.allocated_bytes + found_bytes
+        parts = (context_bytes, self.transfer, kept_bytes(self._trials, self.transfer, self._store))
+        if budget_bytes is None:
+            plan = plan_card(self._store, ring, room_bytes, *parts, f"{self.device.name} has room for")
+            return replace(plan, budget_bytes=None)
+        plan = plan_card(self._store, ring, budget_bytes, *parts)
+        if room_bytes is not None and room_bytes < plan.total_bytes:
+            say(
+                f"card: {show_bytes(plan.total_bytes)} may be needed, but only {show_bytes(room_bytes)} of the "
+                f"{show_bytes(usage.total_bytes)} of {self.device.name} are free: close other programs that use it"
+            )
+        return plan
 
     def make_model(self, cache: ExpertCache, team, prefetch: int) -> CardModel:
         parts = (self._store, cache, team, self.device, self.transfer, prefetch, self.guard, self._trials)
