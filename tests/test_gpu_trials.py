@@ -72,13 +72,13 @@ def plain(path):
     return answers(path, ram_cache_slots=7)[0]
 
 
-@pytest.mark.parametrize("transfer", ["pull", *COPYING])
-@pytest.mark.parametrize("tried", TRIED)
+CASES = [("pull", "shared first"), ("pull", "prompts enter"), *(("rows", tried) for tried in TRIED)]
+
+
+@pytest.mark.parametrize(("transfer", "tried"), [*CASES, ("grouped", "all"), ("whole", "all")])
 @one_thread
 def test_no_bit_depends_on_a_trial(path, plain, transfer, tried):
     trials = Trials(**TRIED[tried])
-    if transfer == "pull" and trials.keeps:
-        pytest.skip("nothing is copied that could be kept")
     assert torch.equal(answers(path, transfer=transfer, ram_cache_slots=7, prefetch=2, trials=trials)[0], plain)
 
 
