@@ -4,7 +4,6 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +11,7 @@ import numpy as np
 from nemolab.errors import StoreError
 from nemolab.progress import say
 from nemolab.store import direct_io
+from nemolab.store.pool import Pool
 from nemolab.store.task import Task
 from nemolab.units import PAGE_BYTES
 
@@ -55,7 +55,7 @@ class BlockReader:
             announce(f"{self.path}: reading through the page cache, because {self.reason}")
         self._must_be_direct, self._announce = bool(direct), announce
         self._lock, self._gave_up = threading.Lock(), False
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="nemolab-read")
+        self._pool = Pool(threads, "nemolab-read")
 
     def __enter__(self) -> "BlockReader":
         return self
@@ -122,8 +122,7 @@ class BlockReader:
 
     def close(self) -> None:
         """Let what was begun come to its end, then the threads, and close the file. Closing twice is fine."""
-        # Without cancel_futures: nobody is told of a task dropped from the queue, so who waits for it waits for ever.
-        self._pool.shutdown(wait=True)
+        self._pool.close()
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

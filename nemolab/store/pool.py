@@ -1,0 +1,56 @@
+"""Threads that run small tasks, handed over cheaply.
+
+Not `concurrent.futures`: futures and their locks cost the thread that submits several times what a bare queue does, and
+the few reads of every layer of every token add up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+
+Work = Callable[[], None]
+
+
+class Pool:
+    """`threads` at most, started as tasks come. Tasks begin in the order they were submitted.
+
+    What a task raises is nobody's: who submits it must learn of failures by the task itself.
+    """
+
+    def __init__(self, threads: int, name: str):
+        self._most, self._name = threads, name
+        self._tasks: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        # Whoever forgets to close it, or leaves the interpreter, must not wait for threads that wait for tasks.
+        self._end = weakref.finalize(self, _send_home, self._tasks, self._threads)
+
+    def submit(self, task: Work) -> None:
+        self._tasks.put(task)
+        if len(self._threads) < self._most:
+            name = f"{self._name}_{len(self._threads)}"
+            thread = threading.Thread(target=_work, args=(self._tasks,), name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def close(self) -> None:
+        """Let every task that was submitted come to its end, then the threads. Closing twice is fine."""
+        self._end()
+        for thread in self._threads:
+            if thread.ident is not None:  # an interrupt may have come before it was started
+                thread.join()
+
+
+def _work(tasks: queue.SimpleQueue) -> None:
+    while (task := tasks.get()) is not None:
+        with contextlib.suppress(BaseException):
+            task()
+        del task  # or it would live on until the next one comes
+
+
+def _send_home(tasks: queue.SimpleQueue, threads: list) -> None:
+    for _ in threads:
+        tasks.put(None)
