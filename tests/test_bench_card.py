@@ -177,7 +177,7 @@ def test_prefill_counts_experts_that_cross_and_those_needed(store, tmp_path):
         )
         assert said["copy_ms"] == pytest.approx(1e-6 * crossed / said["copy_gb_s"])
     assert record(**rows["cached"], folder=tmp_path)["unit"] == "ms"
-    assert len(bench_card_prefill(store.path, device="twin", tokens=7, repeats=3, from_disk=False)["rows"]) == 4
+    assert len(bench_card_prefill(store.path, device="twin", tokens=7, repeats=3, from_disk=False)["rows"]) == 3
     with pytest.raises(UsageError, match="no bus to cross"):
         bench_card_prefill(store.path, device="cpu")
 

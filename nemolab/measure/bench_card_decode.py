@@ -26,7 +26,7 @@ import numpy as np
 
 from nemolab.errors import UsageError
 from nemolab.measure.bench_replay import CACHED_SHARE
-from nemolab.measure.disk_floor import disk_gb_s
+from nemolab.measure.disk_floor import DiskFloor
 from nemolab.measure.forced_routing import Routing, every_expert_once, own_routing, recorded_routing, sticky_routing
 from nemolab.measure.gpu_floors import open_bus, own_read_gb_s
 from nemolab.measure.transfer import STRATEGIES, count_crossing
@@ -58,8 +58,8 @@ def bench_card_decode(
     path       a checkpoint or a store; cached  the share of its experts that stay in RAM, of 0 to 1
     tokens     in a sample; repeats  samples; prefetch  guesses read ahead a layer
     threads    of the CPU, for what an engine on a card computes there
-    trials     fields of `nemolab.engine.Trials`: each is measured beside none, with each strategy; its floor is that of
-               none, since what a trial may spare is bytes
+    trials     fields of `nemolab.engine.Trials`: each is measured beside none, with each strategy; where a trial keeps
+               experts on the card, its floor is that of the bytes it did copy
     trace      a routing trace to follow; own: follow the model's own routers; neither: synthetic draws
     returns    for each case (<strategy>, <strategy>_<trial>): <case>_ms (median), <case>_floor_ms, <case>_of_floor,
                <case>_hit_rate, <case>_reads (a token) and more; copy_gb_s, in_place_gb_s, disk_gb_s, read_gb_s;
@@ -86,15 +86,14 @@ def bench_card_decode(
         "device": device,
         "threads": threads,
     }
-    with open_bus(card) as bus:
-        read_gb_s = own_read_gb_s(card, repeats)
-        disk, reads_are = disk_gb_s(store, repeats)
+    with open_bus(card) as bus, DiskFloor(store) as disk:
+        shared = {"read": own_read_gb_s(card, repeats), "disk": []}
         _free_card(card)
         cases = [(transfer, trial) for trial in ({}, *trials) for transfer in transfers]
         runs = [_Run(store, routing, tokens, transfer, dict(trial), settings) for transfer, trial in cases]
         together = len(runs) > 1 and vram_gib is None and _fit_together(store, slots, len(runs))
         for group in [runs] if together else [[run] for run in runs]:
-            _measure(group, repeats, bus)
+            shared["disk"] += _measure(group, repeats, bus, disk)
     bits = {run.bits for run in runs}
     if len(bits) > 1:
         raise UsageError(f"{', '.join(run.name for run in runs)}: not all give the same logits")
@@ -112,10 +111,10 @@ def bench_card_decode(
         "routing": routing.name,
         "tokens": tokens,
         "in_turns": together,
-        "reads_are": reads_are,
+        "reads_are": disk.mode,
     }
     kind = "card_decode" if card.total_bytes else "twin_decode"
-    return _answer(kind, runs, {"read": read_gb_s, "disk": disk}, facts)
+    return _answer(kind, runs, shared, facts)
 
 
 def name_case(transfer: str, trial: Mapping[str, Any]) -> str:
@@ -175,7 +174,7 @@ class _Run:
                 break
         self.bits = digest.hexdigest()
         self.found |= {"warm_up_tokens": used, "steady": used < LONGEST_WARM_UP}
-        self._before = self._counts()
+        self._before, self._kept_before = self._counts(), self._kept()
 
     def sample(self, bus) -> None:
         clock, cpu = time.perf_counter(), time.process_time()
@@ -191,14 +190,16 @@ class _Run:
         before, after = self._before, self._counts()
         tokens = self.tokens * len(self.samples["ms"])
         per_token = {name: (after[name] - before[name]) / tokens for name in after}
-        memory = self.engine.memory()["card"]
+        kept, memory = self._kept(), self.engine.memory()["card"]
         with self.engine.record(cold=False, token_ids=False) as recorder:
             for _ in range(COUNTED_TOKENS):
                 self._step(send=True)
         recorded = recorder.trace()
         inter, width = self.store.expert_shape
         neurons, groups = float(recorded.active_neurons.mean()), float(recorded.active_groups.mean())
-        lookups = self.store.n_layers * self.store.config.top_k
+        lookups = copied = self.store.n_layers * self.store.config.top_k
+        if kept:  # a trial copied no more than it had to, and some for nothing
+            copied = sum(kept[name] - self._kept_before[name] for name in ("copied", "early")) / tokens
         each = count_crossing(inter, width, neurons, groups)[self.transfer]
         self.found |= {
             "transfer": self.transfer,
@@ -211,7 +212,7 @@ class _Run:
             "wasted": per_token["prefetch_wasted"],
             "active": neurons / inter,
             "active_groups": groups / (inter // 16),
-            "bytes_copied": lookups * each.copied,
+            "bytes_copied": copied * each.copied,
             "bytes_in_place": lookups * each.in_place,
             "dense_bytes": memory["found"]["dense_bytes"],
             "page_locked_bytes": memory["page_locked_bytes"],
@@ -224,11 +225,16 @@ class _Run:
         self._at += send
         return logits
 
+    def _kept(self) -> dict[str, int]:
+        return self.engine.memory()["card"]["kept"]
+
     def _counts(self) -> dict[str, int]:
         return self.engine.stats()["decode"]
 
 
-def _measure(runs: list[_Run], repeats: int, bus) -> None:
+def _measure(runs: list[_Run], repeats: int, bus, disk: DiskFloor) -> list[float]:
+    """Open engines side by side, and take samples in turns. GB/s of the disk between the rounds."""
+    disk_gb_s = []
     with ExitStack() as stack:
         for run in runs:
             say(f"decode, {run.name}: opening and warming up")
@@ -237,8 +243,10 @@ def _measure(runs: list[_Run], repeats: int, bus) -> None:
         for number in range(repeats):
             for run in runs[:: 1 if number % 2 == 0 else -1]:
                 run.sample(bus)
+            disk_gb_s.append(disk.gb_s())
         for run in runs:
             run.count()
+    return disk_gb_s
 
 
 def _answer(kind: str, runs: list[_Run], shared: dict[str, list[float]], facts: dict[str, Any]) -> dict[str, Any]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from nemolab.errors import UsageError
-from nemolab.measure.disk_floor import disk_gb_s
+from nemolab.measure.disk_floor import DiskFloor
 from nemolab.measure.forced_routing import every_expert_once
 from nemolab.measure.gpu_floors import open_bus
 from nemolab.measure.torch_products import time_dense, time_experts
@@ -52,19 +53,20 @@ def bench_card_prefill(
     ids = np.random.default_rng(0).integers(store.config.vocab_size, size=tokens).tolist()
     settings = {"store": store, "device": device, "vram_gib": vram_gib}
     samples: dict[str, list[float]] = {}
-    with open_bus(card) as bus:
+    with open_bus(card) as bus, DiskFloor(store, in_order=True) as floor:
         say("prefill, experts in RAM: opening and filling the cache")
-        cached, counts, samples["copy"] = _measure(ids, repeats, bus, fill=True, ram_cache_slots=blocks, **settings)
-        samples["cached"] = cached.pop("ms")
+        between = {"copy": bus.copy_gb_s}
+        cached, counts = _measure(ids, repeats, samples, between, cached=True, ram_cache_slots=blocks, **settings)
+        samples["cached"] = samples.pop("ms")
         pairs = counts.tolist()
         if from_disk:
             say("prefill, experts on disk")
-            disk, _, _ = _measure(ids, repeats, bus, fill=False, ram_cache_slots=top_k, **settings)
-            samples["disk"] = disk.pop("ms")
+            between |= {"disk_bandwidth": floor.gb_s}
+            disk, _ = _measure(ids, 3, samples, between, cached=False, ram_cache_slots=top_k, **settings)
+            samples["disk"] = samples.pop("ms")
     there = card.torch_device
     dense, experts = time_dense(store, tokens, there, repeats), time_experts(store, pairs, there, repeats)
     samples["torch"] = [1e3 * sum(both) for both in zip(dense, experts, strict=True)]
-    samples["disk_bandwidth"], reads_are = disk_gb_s(store, repeats)
     needed = int(np.count_nonzero(counts))
     facts = {
         "model": Path(path).name,
@@ -78,48 +80,55 @@ def bench_card_prefill(
         "needed": needed,
         "torch_dense_ms": 1e3 * statistics.median(dense),
         "torch_experts_ms": 1e3 * statistics.median(experts),
-        "reads_are": reads_are,
+        "reads_are": floor.mode,
     }
     found = {"cached": cached} | ({"disk": disk} if from_disk else {})
     return _answer("card_prefill" if card.total_bytes else "twin_prefill", store, samples, found, facts)
 
 
 def _measure(
-    ids: list[int], repeats: int, bus, fill: bool, **settings
-) -> tuple[dict[str, Any], np.ndarray, list[float]]:
-    """An engine of its own: the pass's times and counts; tokens of each expert [layers, experts]; GB/s of copies."""
+    ids: list[int],
+    repeats: int,
+    samples: dict[str, list[float]],
+    between: dict[str, Callable[[], float]],
+    cached: bool,
+    **settings,
+) -> tuple[dict[str, Any], np.ndarray | None]:
+    """An engine of its own: what a pass counts, and (with all experts cached) tokens of each expert [layers, experts].
+
+    samples   gets the passes' "ms", and what is measured `between` them
+    """
     from nemolab.engine import Engine
 
     store = settings["store"]
     with Engine(None, **settings) as engine:
-        if fill:
+        counts = None
+        if cached:
             walk, state = every_expert_once(store, 0), engine.new_state()
             for token in range(len(walk.experts)):
                 walk.send(engine, token)
                 engine.step(ids[0], state)
             engine.force_routing(None, None)
-        with engine.record(cold=False, token_ids=False) as recorder:  # a warm-up, too
-            engine.last_logits(ids, engine.new_state())
-        experts = recorder.trace().experts
-        counts = np.stack(
-            [np.bincount(experts[:, n].ravel(), minlength=store.n_experts) for n in range(store.n_layers)]
-        )
-        engine.last_logits(ids, engine.new_state())
-        before, times, copies = engine.stats()["prefill"], [], []
+            with engine.record(cold=False, token_ids=False) as recorder:
+                engine.last_logits(ids, engine.new_state())
+            experts, width = recorder.trace().experts, store.n_experts
+            counts = np.stack([np.bincount(experts[:, n].ravel(), minlength=width) for n in range(store.n_layers)])
+        engine.last_logits(ids, engine.new_state())  # compiles what has to be compiled
+        before, samples["ms"] = engine.stats()["prefill"], []
         for _ in range(repeats):
             state = engine.new_state()
             started = time.perf_counter()
             engine.last_logits(ids, state)
-            times.append(1e3 * (time.perf_counter() - started))
-            copies.append(bus.copy_gb_s())
+            samples["ms"].append(1e3 * (time.perf_counter() - started))
+            for name, measure in between.items():
+                samples.setdefault(name, []).append(measure())
         after, memory = engine.stats()["prefill"], engine.memory()["card"]
     found = {name: (after[name] - before[name]) / repeats for name in ("lookups", "misses", "bytes_read")}
     found |= {
-        "ms": times,
         "page_locked_bytes": memory["page_locked_bytes"],
         "pass_tokens": memory["planned"]["pass_tokens"],
     }
-    return found | {"vram_planned": memory["planned"], "vram_peak": memory["peak"]}, counts, copies
+    return found | {"vram_planned": memory["planned"], "vram_peak": memory["peak"]}, counts
 
 
 def _answer(kind: str, store, samples: dict[str, list[float]], found: dict[str, dict], facts: dict) -> dict[str, Any]:
@@ -136,14 +145,15 @@ def _answer(kind: str, store, samples: dict[str, list[float]], found: dict[str, 
         bound = max(floors, key=floors.get)
         settings = facts | counted | floors | {"crossed_bytes": crossed_bytes, "copy_gb_s": middle["copy"]}
         settings |= {"floor_ms": floors[bound], "floor_is": bound.removesuffix("_ms")}
-        settings["disk_gb_s"] = middle["disk_bandwidth"]
+        settings["disk_gb_s"] = middle.get("disk_bandwidth")
         answer |= {f"{name}_ms": middle[name], f"{name}_tok_s": 1e3 * facts["tokens"] / middle[name]}
         answer |= {f"{name}_{floor}": value for floor, value in floors.items()}
         answer |= {f"{name}_of_floor": middle[name] / floors[bound], f"{name}_crossed": counted["lookups"]}
         answer[f"{name}_crossed_once"] = counted["lookups"] == facts["needed"]
         rows.append({"name": f"{kind}.{name}", "values": samples[name], "unit": "ms", "settings": settings})
     units = {"torch": ("torch", "ms"), "copy": ("copy_bandwidth", "GB/s"), "disk_bandwidth": ("disk_bandwidth", "GB/s")}
-    for name, (told, unit) in units.items():
+    for name in [name for name in units if name in samples]:
+        told, unit = units[name]
         rows.append({"name": f"{kind}.{told}", "values": samples[name], "unit": unit, "settings": facts})
-    bandwidths = {"copy_gb_s": middle["copy"], "disk_gb_s": middle["disk_bandwidth"]}
+    bandwidths = {"copy_gb_s": middle["copy"], "disk_gb_s": middle.get("disk_bandwidth")}
     return answer | bandwidths | {"needed": facts["needed"], "torch_ms": middle["torch"], "rows": rows}
