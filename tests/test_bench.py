@@ -87,10 +87,10 @@ def test_bookkeeping_bench_runs_the_real_cache_without_reads(tmp_path):
 
     found = bench_bookkeeping(tokens=2, repeats=3, warm_up=20, prefetch=2, shape=(4, 32, 3))
     rows = {row["name"].partition(".")[2]: row for row in found["rows"]}
-    assert set(rows) == {"decisions", "lookup", "lookup_ahead"}
+    assert set(rows) == {"decisions", "lookup", "fetch", "lookup_ahead"}
     for name, row in rows.items():
         assert len(record(**row, folder=tmp_path)["values"]) == 3 and found[f"{name}_ms"] > 0
-    assert [row["settings"]["prefetch"] for row in rows.values()] == [0, 0, 2]
+    assert [row["settings"]["prefetch"] for row in rows.values()] == [0, 0, 0, 2]
     slots = rows["lookup"]["settings"]["slots"]
     missed = replay(from_trace(sticky_trace(26, 4, 32, 3)), "lru", slots=slots).missed[-6 * 4 * 3 :]
     assert found["hit_rate"] == pytest.approx(1 - missed.mean()), "as a replay of the same tokens"

@@ -222,8 +222,8 @@ def bookkeeping(prefetch, policy, tokens, repeats, record):
     """CPU time that the RAM cache needs to decide, for the 880 lookups of one token of Nemotron-3-Super.
 
     Synthetic routing with the published hit rate; reads cost nothing here, so that only decisions, tables and rows are
-    timed: CPU milliseconds of one thread. lookup is without reads ahead, lookup_ahead with them, decisions the part
-    of lookup that a replay does too. The target is 1 ms for lookup.
+    timed: CPU milliseconds of one thread. lookup is without reads ahead, lookup_ahead with them, fetch in the two steps
+    that a card's engine takes, decisions the part of lookup that a replay does too. The target is 1 ms for lookup.
 
     \b
     Examples:

@@ -36,12 +36,13 @@ def bench_bookkeeping(
     warm_up: int = 250,
     shape: tuple[int, int, int] = (LAYERS, EXPERTS, TOP_K),
 ) -> dict[str, Any]:
-    """CPU milliseconds a token of `ExpertCache.lookup_rows`, without and with reads ahead, and of its decisions alone.
+    """CPU milliseconds a token of `ExpertCache.lookup_rows`, of `fetch` and its `wait` in its place, of lookups with
+    reads ahead, and of the decisions alone.
 
     tokens    in a sample; repeats  samples; warm_up  tokens before the first sample, which fill the cache
     prefetch  guesses read ahead a layer in the second case
     shape     (layers, experts, top_k)
-    returns   lookup_ms, lookup_ahead_ms (with the prefetch of each layer), decisions_ms (medians a token),
+    returns   lookup_ms, fetch_ms, lookup_ahead_ms (with the prefetch of each layer), decisions_ms (medians a token),
               of_target and ahead_of_target, hit_rate and hit_rate_ahead, rows
     """
     if repeats < 3:
@@ -50,12 +51,13 @@ def bench_bookkeeping(
     slots = max(top_k, round(CACHED_SHARE * layers * experts))
     trace = sticky_trace(warm_up + tokens * repeats, layers, experts, top_k)
     guesses = _draw_guesses(trace.experts, experts, prefetch)
-    plain, ahead = (_Bookkeeping(slots, shape, policy) for _ in range(2))
+    plain, fetched, ahead = (_Bookkeeping(slots, shape, policy) for _ in range(3))
     decisions = _Decisions(slots, shape, plain.policy)
     try:
         cases: dict[str, Callable[[int], float]] = {
             "decisions": lambda token: decisions.run(trace.experts[token]),
             "lookup": lambda token: plain.run(trace.experts[token], None),
+            "fetch": lambda token: fetched.run(trace.experts[token], None, fetch=True),
             "lookup_ahead": lambda token: ahead.run(trace.experts[token], guesses[token]),
         }
         for case in cases.values():
@@ -69,8 +71,8 @@ def bench_bookkeeping(
                 samples[name].append(1e3 * sum(map(cases[name], stretch)) / tokens)
         after = [book.hits_and_lookups() for book in (plain, ahead)]
     finally:
-        plain.close()
-        ahead.close()
+        for book in (plain, fetched, ahead):
+            book.close()
     rates = [(new[0] - old[0]) / (new[1] - old[1]) for new, old in zip(after, before, strict=True)]
     settings = {
         "layers": layers,
@@ -87,6 +89,7 @@ def bench_bookkeeping(
     chosen = {
         "decisions": {"prefetch": 0, "hit_rate": rates[0]},
         "lookup": {"prefetch": 0, "hit_rate": rates[0]},
+        "fetch": {"prefetch": 0, "hit_rate": rates[0]},
         "lookup_ahead": {"prefetch": prefetch, "hit_rate": rates[1], "guesses_right": GUESSES_RIGHT},
     }
     median = {name: statistics.median(values) for name, values in samples.items()}
@@ -131,14 +134,15 @@ class _Bookkeeping:
         self._cache = ExpertCache(store, slots=slots, policy=policy, reader=self._reader)
         self.policy = self._cache.policy
 
-    def run(self, chosen: np.ndarray, guesses: np.ndarray | None) -> float:
+    def run(self, chosen: np.ndarray, guesses: np.ndarray | None, fetch: bool = False) -> float:
         """CPU seconds of one token. chosen: (layers, top_k); guesses: (layers, n), each made for that layer"""
         cache, land = self._cache, self._reader.land
         turns = list(enumerate(chosen.tolist()))
         ahead = [] if guesses is None else list(enumerate(guesses[1:].tolist(), start=1))
+        look_up = (lambda *batch: cache.fetch(*batch).wait()) if fetch else cache.lookup_rows
         started = time.thread_time()
         for (layer, experts), then in zip_longest(turns, ahead):
-            cache.lookup_rows(layer, experts)
+            look_up(layer, experts)
             if then is not None:
                 cache.prefetch(*then)
                 land()
