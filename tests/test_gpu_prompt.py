@@ -123,6 +123,65 @@ def decoded(packed):
     return weight.float() * torch.tensor(packed.scale)
 
 
+def mixer(tokens, heads=4, head_dim=24, groups=2, state_size=40, taps=4):
+    """A Mamba mixer's weights, what goes into it for so many tokens, and the states before."""
+    inner = heads * head_dim
+    conv_dim = inner + 2 * groups * state_size
+    weights = [random(conv_dim, taps, seed=1), random(conv_dim, seed=2), -random(heads, seed=3).exp()]
+    weights += [random(heads, seed=4), random(heads, seed=5), (1e-3, 20.0), random(inner, seed=6), groups, 1e-5]
+    projected = random(tokens, inner + conv_dim + heads, seed=7)
+    return weights, projected, random(conv_dim, taps - 1, seed=8), random(heads, head_dim, state_size, seed=9)
+
+
+def through_mixer(device, weights, projected, conv_state, ssm):
+    """(bfloat16 outputs, the state after) by the kernels, in two stretches."""
+    from nemolab.kernels.gpu.mamba_prompt import MambaPrompt
+
+    there = [t.to(device) if isinstance(t, torch.Tensor) else t for t in weights]
+    prompt, inner = MambaPrompt(*there), weights[6].shape[0]
+    gate, inputs, dt = projected.to(device).split([inner, weights[1].shape[0], weights[3].shape[0]], 1)
+    inputs, state, outs = torch.cat([conv_state.T.to(device), inputs]), ssm.to(device, copy=True), []
+    for begin, end in ((0, 3), (3, len(projected))):
+        held = inputs[begin : end + conv_state.shape[1]]
+        y = prompt.scan(prompt.convolve(held), dt[begin:end].contiguous(), state)
+        outs.append(poisoned(end - begin, inner, device=device, dtype=torch.bfloat16))
+        prompt.gate(y, gate[begin:end].contiguous(), outs[-1])
+    return torch.cat(outs).cpu(), state.cpu()
+
+
+@on_both
+@pytest.mark.parametrize(("tokens", "sizes"), [(75, {}), (5, {"heads": 2, "head_dim": 8, "state_size": 16, "taps": 2})])
+def test_a_stretch_through_a_mamba_mixer_equals_its_twin(device, tokens, sizes):
+    """Token by token is the twin: chunks, a last one that is not full, sizes that are no powers of two."""
+    from nemolab.kernels.gpu.mamba_prompt import mamba_prompt_torch
+
+    weights, projected, conv_state, ssm = mixer(tokens, **sizes)
+    found, state = through_mixer(device, weights, projected, conv_state, ssm)
+    weight, bias, a, d, dt_bias, limit, norm, groups, eps = weights
+    wanted = mamba_prompt_torch(projected, weight, bias, conv_state, a, d, dt_bias, limit, ssm, norm, groups, eps)
+    torch.testing.assert_close(found.float(), wanted, rtol=2**-7, atol=1e-3)  # of rounding to BF16, or cutting off
+    torch.testing.assert_close(state, ssm, rtol=1e-4, atol=1e-4)
+
+
+@on_both
+def test_the_mixers_comparison_can_fail(device):
+    from nemolab.kernels.gpu.mamba_prompt import mamba_prompt_torch
+
+    weights, projected, conv_state, ssm = mixer(70)
+    found, _ = through_mixer(device, weights, projected, conv_state, ssm)
+    weight, bias, a, d, dt_bias, limit, norm, groups, eps = weights
+    late = mamba_prompt_torch(projected, weight, bias, conv_state, a, d, dt_bias, limit, ssm + 1, norm, groups, eps)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(found.float(), late, rtol=2**-7, atol=1e-3)
+
+
+@on_both
+def test_mixers_refuse_what_does_not_fit(device):
+    weights, projected, conv_state, ssm = mixer(5)
+    with pytest.raises(EngineError, match=r"ssm is torch\.float32 \[4, 24, 39\]"):
+        through_mixer(device, weights, projected, conv_state, ssm[..., 1:].contiguous())
+
+
 def expert_blocks(count, inter, width, seed=0):
     """Blocks in layout `neuron` uint8 [count, block_bytes], and scales_2 float32 [count, 2]."""
     form, source = BlockLayout("neuron", inter, width), BlockLayout("source", inter, width)

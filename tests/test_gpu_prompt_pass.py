@@ -12,9 +12,7 @@ from nemolab.engine.attention import attend as attend_torch
 from nemolab.engine.gpu import prompt_experts
 from nemolab.engine.gpu.attention import attend
 from nemolab.engine.gpu.device import StandIn
-from nemolab.engine.gpu.mamba_scan import scan
 from nemolab.engine.gpu.prompt_experts import PromptExperts
-from nemolab.engine.mamba import scan as scan_torch
 
 IDS = [int(i) for i in torch.randint(32, 280, (40,), generator=torch.Generator().manual_seed(0))]
 SMALL = {"pattern": "ME*E-", "experts": 12, "inter": 80, "latent": 48, "hidden": 64, "shared_inter": 32, "top_k": 3}
@@ -123,33 +121,6 @@ def test_pairs_are_sorted_by_expert_and_a_tokens_places_ascend():
 
 def random(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def scan_case(tokens, heads=8, head_dim=16, groups=2, state_size=24):
-    rows = random(tokens, heads * head_dim + 2 * groups * state_size)
-    x, b, c = rows.split([heads * head_dim, *[groups * state_size] * 2], dim=1)
-    dt, a = random(tokens, heads, seed=1).exp(), -random(heads, seed=2).exp()
-    parts = [x.unflatten(1, (heads, -1)), dt, a, *(t.unflatten(1, (groups, -1)) for t in (b, c)), random(heads, seed=3)]
-    return parts, random(heads, head_dim, state_size, seed=4)
-
-
-@on_twins_and_cards
-@pytest.mark.parametrize("tokens", [1, 64, 300, 520])
-def test_the_scan_in_larger_products_equals_the_cpus(device, tokens):
-    parts, state = scan_case(tokens)
-    there = torch.device("cpu" if device == "twin" else device)
-    mine = state.to(there, copy=True)
-    found, wanted = scan(*(t.to(there) for t in parts), mine), scan_torch(*parts, state)
-    torch.testing.assert_close(found.cpu(), wanted, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(mine.cpu(), state, rtol=1e-4, atol=1e-4)
-
-
-def test_the_scans_comparison_can_fail():
-    parts, state = scan_case(130)
-    wanted = scan_torch(*parts, state.clone())
-    parts[3] = parts[3].roll(1, 0)
-    with pytest.raises(AssertionError):
-        torch.testing.assert_close(scan(*parts, state), wanted, rtol=1e-4, atol=1e-4)
 
 
 @on_twins_and_cards

@@ -43,6 +43,23 @@ CASES = {
         "mamba_step", "_norm_kernel",
         {"gated": "*fp32", "weight": "*fp32", "eps": "fp32", "y": "*fp32", "width": "i32:16"}, {"BLOCK": 1024}, 8,
     ),
+    "mamba prompt convolve": (
+        "mamba_prompt", "_convolve_kernel",
+        {name: "*fp32" for name in ("inputs", "weight", "bias", "out")} | {"tokens": "i32", "channels": "i32:16"},
+        {"TAPS": 4, "TOKENS": 8, "BLOCK": 256}, 4,
+    ),
+    "mamba prompt scan": (
+        "mamba_prompt", "_scan_kernel",
+        {name: "*fp32" for name in ("conv", "dt", "a", "d", "dt_bias", "ssm", "y")}
+        | {name: "fp32" for name in ("low", "high")}
+        | {name: "i32:16" for name in ("heads", "head_dim", "state_size")} | {"tokens": "i32", "groups": "i32"},
+        {"CHUNK": 64, "DIM": 32, "SLICE": 16}, 4,
+    ),
+    "mamba prompt gate": (
+        "mamba_prompt", "_gate_kernel",
+        {name: "*fp32" for name in ("y", "gate", "weight")}
+        | {"eps": "fp32", "out": "*bf16", "width": "i32:16"}, {"BLOCK": 1024}, 8,
+    ),
     "router groups": (
         "router_step", "_group_keys_kernel",
         {name: "*fp32" for name in ("logits", "bias", "keys", "best")}

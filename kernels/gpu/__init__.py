@@ -14,6 +14,7 @@ Prompts:
 
     linear_prompt     a stored matrix times many tokens
     expert_prompt     routed experts on all their tokens
+    mamba_prompt      convolution, scan and gated norm over many tokens
     add_experts       their weighted sum for each token, in a fixed order
     decode_bf16       a matrix to bfloat16, for torch to multiply
 

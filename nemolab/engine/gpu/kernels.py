@@ -6,6 +6,7 @@ from nemolab.kernels.gpu.combine import Combine
 from nemolab.kernels.gpu.expert_prompt import expert_prompt
 from nemolab.kernels.gpu.expert_step import ExpertStep
 from nemolab.kernels.gpu.linear_prompt import linear_prompt
+from nemolab.kernels.gpu.mamba_prompt import MambaPrompt
 from nemolab.kernels.gpu.mamba_step import MambaStep
 from nemolab.kernels.gpu.matvec import matvec
 from nemolab.kernels.gpu.rms_norm import rms_norm
@@ -16,6 +17,7 @@ __all__ = [
     "AttentionStep",
     "Combine",
     "ExpertStep",
+    "MambaPrompt",
     "MambaStep",
     "RouterStep",
     "WriteTable",

@@ -7,16 +7,12 @@ states and the residual stream stay in float32.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
-from nemolab.engine.gpu.mamba_scan import scan
 from nemolab.engine.gpu.state import MambaState
 from nemolab.engine.gpu.weights import CardWeights
-from nemolab.kernels.mamba_step import gated_rms_norm_torch
 from nemolab.kernels.matvec import ADD, RELU2
 
 PIECE_TOKENS = 1024  # tokens projected at once: these outputs are the widest activations of the model
-GATED_TOKENS = 128  # tokens gated and normed at once, which takes several times their memory
 
 
 class Norm:
@@ -57,10 +53,11 @@ class MambaLayer:
         self.dt_bias = weights.vector(f"{name}.mixer.dt_bias", self.heads)
         self.gated_norm = weights.vector(f"{name}.mixer.norm.weight", self.inner)
         self.out_proj = weights.matrix(f"{name}.mixer.out_proj", hidden, self.inner)
-        self._step = weights.operators.MambaStep(
+        mixer = (
             self.conv, self.conv_bias, self.a, self.d, self.dt_bias, self.dt_limit, self.gated_norm, self.groups,
             self.eps,
         )  # fmt: skip
+        self._step, self._prompt = weights.operators.MambaStep(*mixer), weights.operators.MambaPrompt(*mixer)
         self._h, self._projected, self._y = (
             torch.empty(size, device=weights.device) for size in (hidden, self.in_proj.rows, self.inner)
         )
@@ -79,36 +76,20 @@ class MambaLayer:
             # The gate is the first part of in_proj, and is not needed before: so it is not held meanwhile.
             gate = self.in_proj.apply(h, rows=(0, self.inner))
             mixed = torch.empty(gate.shape, dtype=torch.bfloat16, device=gate.device)
-            for parts in zip(*(t.split(GATED_TOKENS) for t in (y, gate, mixed)), strict=True):
-                parts[2].copy_(gated_rms_norm_torch(*parts[:2], self.gated_norm, self.groups, self.eps))
+            self._prompt.gate(y, gate, mixed)
             del y, gate
             self.out_proj.apply(mixed, piece, ADD)
 
     def _mix(self, h: torch.Tensor, state: MambaState) -> torch.Tensor:
         """The scan's output before the gate, float32 [tokens, inner], for h bfloat16 [tokens, hidden]."""
-        tokens, taps, end = h.shape[0], self.conv.shape[1], self.inner + self.conv_dim
-        padded = torch.empty(taps - 1 + tokens, self.conv_dim, device=h.device)
-        padded[: taps - 1] = state.conv.T
-        self.in_proj.apply(h, padded[taps - 1 :], rows=(self.inner, end))
-        state.conv.copy_(padded[tokens:].T)
-        # Written out: a library's convolution may take shortcuts in precision, and this one is four products.
-        convolved = torch.addcmul(self.conv_bias, padded[:tokens], self.conv[:, 0])
-        for tap in range(1, taps):
-            convolved.addcmul_(padded[tap : tap + tokens], self.conv[:, tap])
-        del padded
-        F.silu(convolved, inplace=True)
-        values, b, c = convolved.split([self.inner, *[self.groups * self.state_size] * 2], dim=-1)
-        dt = self.in_proj.apply(h, rows=(end, end + self.heads)) + self.dt_bias
-        y = scan(
-            values.unflatten(1, (self.heads, self.head_dim)),
-            F.softplus(dt).clamp_(*self.dt_limit),
-            self.a,
-            b.unflatten(1, (self.groups, self.state_size)),
-            c.unflatten(1, (self.groups, self.state_size)),
-            self.d,
-            state.ssm,
-        )
-        return y.flatten(1)
+        tokens, held, end = h.shape[0], self.conv.shape[1] - 1, self.inner + self.conv_dim
+        inputs = torch.empty(held + tokens, self.conv_dim, device=h.device)
+        inputs[:held] = state.conv.T
+        self.in_proj.apply(h, inputs[held:], rows=(self.inner, end))
+        state.conv.copy_(inputs[tokens:].T)
+        convolved = self._prompt.convolve(inputs)
+        del inputs
+        return self._prompt.scan(convolved, self.in_proj.apply(h, rows=(end, end + self.heads)), state.ssm)
 
 
 class Mlp:

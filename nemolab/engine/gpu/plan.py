@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 from nemolab.checkpoint.formats import GROUP
 from nemolab.engine.gpu.attention import query_rows
-from nemolab.engine.gpu.layers import GATED_TOKENS, PIECE_TOKENS
-from nemolab.engine.gpu.mamba_scan import scratch_bytes
+from nemolab.engine.gpu.layers import PIECE_TOKENS
 from nemolab.engine.gpu.prompt_experts import PAIRS, ring_blocks
 from nemolab.engine.gpu.state import grow_capacity, state_bytes
 from nemolab.engine.gpu.weights import QUANTISED
@@ -165,10 +164,9 @@ def _moe_bytes(config, expert_shape: tuple[int, int], tokens: int) -> int:
 def _mamba_bytes(config, tokens: int) -> int:
     inner, piece = config.mamba_num_heads * config.mamba_head_dim, min(tokens, PIECE_TOKENS)
     conv_dim = inner + 2 * config.n_groups * config.ssm_state_size
-    convolving = 8 * conv_dim * (piece + config.conv_kernel)
-    scanning = 4 * piece * (conv_dim + inner) + scratch_bytes(config.mamba_num_heads, config.mamba_head_dim, piece)
-    gating = 10 * inner * piece + 20 * inner * min(piece, GATED_TOKENS)
-    return 2 * config.hidden_size * piece + max(convolving, scanning, gating)
+    # Inputs and what is convolved; that and the scan's y; the gate, y, and what goes into out_proj.
+    convolving, scanning, gating = 8 * conv_dim, 4 * (conv_dim + inner), 10 * inner
+    return (piece + config.conv_kernel) * (2 * config.hidden_size + max(convolving, scanning, gating))
 
 
 def _refusal(plan: CardPlan, allowed_by: str) -> str:

@@ -10,8 +10,10 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from nemolab.checkpoint.formats import GROUP
+from nemolab.engine.mamba import scan
 from nemolab.kernels.attention_step import attention_step_torch
 from nemolab.kernels.gpu.add_experts import add_experts_torch
 from nemolab.kernels.gpu.combine import combine_torch
@@ -19,7 +21,7 @@ from nemolab.kernels.gpu.decode import E2M1_UNIT, E4M3_UNIT
 from nemolab.kernels.gpu.decode_bf16 import decode_bf16_torch
 from nemolab.kernels.gpu.expert_step import ROWS, expert_step_torch, parts_of
 from nemolab.kernels.gpu.write_table import write_table_torch
-from nemolab.kernels.mamba_step import mamba_step_torch
+from nemolab.kernels.mamba_step import gated_rms_norm_torch, mamba_step_torch
 from nemolab.kernels.matvec import ADD, F16, F32, FP8, NVFP4, PLAIN, RELU2, Packed, matvec_torch
 from nemolab.kernels.rms_norm import rms_norm_torch
 from nemolab.kernels.router_step import router_step_torch
@@ -60,6 +62,27 @@ class MambaStep:
 
     def run(self, projected, conv_state, ssm, y) -> None:
         y.copy_(mamba_step_torch(projected, *self._before, conv_state, *self._between, ssm, *self._after))
+
+
+class MambaPrompt:
+    """Its scan is the CPU engine's."""
+
+    def __init__(self, conv_weight, conv_bias, a, d, dt_bias, dt_limit, norm, groups: int, eps: float):
+        self._conv, self._rates, self._after = (conv_weight, conv_bias), (a, d, dt_bias, dt_limit), (norm, groups, eps)
+
+    def convolve(self, inputs) -> torch.Tensor:
+        weight, bias = self._conv
+        tokens = inputs.shape[0] - weight.shape[1] + 1
+        return F.silu(bias + sum(inputs[tap : tap + tokens] * weight[:, tap] for tap in range(weight.shape[1])))
+
+    def scan(self, convolved, dt, ssm) -> torch.Tensor:
+        (a, d, dt_bias, limit), groups, (heads, head_dim, size) = self._rates, self._after[1], ssm.shape
+        x, b, c = convolved.split([heads * head_dim, groups * size, groups * size], dim=1)
+        x, b, c = (t.unflatten(1, (count, -1)) for t, count in ((x, heads), (b, groups), (c, groups)))
+        return scan(x, F.softplus(dt + dt_bias).clamp(*limit), a, b, c, d, ssm).flatten(1)
+
+    def gate(self, y, gate, out) -> None:
+        out.copy_(gated_rms_norm_torch(y, gate, *self._after))
 
 
 class AttentionStep:
