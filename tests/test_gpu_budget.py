@@ -13,7 +13,7 @@ from synthetic import one_thread, write_checkpoint
 
 from nemolab.engine import Engine, memory
 from nemolab.engine.gpu.beside import ASSUMED, DIFFERENCE, TOLD, Beside
-from nemolab.engine.gpu.device import StandIn, Usage
+from nemolab.engine.gpu.device import Card, StandIn, Usage
 from nemolab.engine.gpu.guard import SPARE_BYTES, Guard
 from nemolab.engine.gpu.plan import least_bytes
 from nemolab.errors import EngineError
@@ -283,6 +283,25 @@ def test_an_error_that_is_kept_keeps_no_tensors():
         assert kept[0]() is None and refusal.value.__traceback__ is not None
     finally:
         gc.enable()
+
+
+def test_of_several_limits_on_a_card_the_tightest_holds(monkeypatch):
+    """torch keeps one for the process; engines come and go."""
+    fractions = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: fractions.append(share))
+
+    def make_card(index):
+        card = object.__new__(Card)
+        card.torch_device, card.total_bytes = torch.device("cuda", index), 8 * GIB
+        return card
+
+    first, second, other = make_card(0), make_card(0), make_card(1)
+    for card, limit in ((first, 4 * GIB), (second, 2 * GIB), (other, GIB), (first, 3 * GIB), (second, None)):
+        card.set_limit(limit)
+    assert fractions == [0.5, 0.25, 0.125, 0.25, 0.375]
+    first.set_limit(None)
+    assert fractions[-1] == 1.0
 
 
 @pytest.mark.parametrize("value", [True, 0, -1, math.nan, math.inf, -math.inf, "8", 2**40])
