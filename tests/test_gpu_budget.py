@@ -460,3 +460,17 @@ def test_a_card_ends_an_allocation_beyond_the_budget_and_goes_on(tiny_path):
         del filler
         assert torch.equal(engine.last_logits(ids, engine.new_state()), wanted)
         assert max(sizes(engine.memory()["card"])) <= 1.5 * GIB
+
+
+@pytest.mark.gpu
+def test_a_closed_engine_gives_the_card_back(tiny_path):
+    held = []
+    for transfer in ("rows", "pull", "rows", "pull"):
+        with Engine(tiny_path, device="cuda", transfer=transfer, prefetch=2) as engine:
+            state = engine.new_state()
+            engine.last_logits(range(300), state)
+            for token in range(4):
+                engine.step(token, state)
+            del state
+        held.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+    assert held[2:] == held[:2], "what libraries keep for themselves is there after the first"

@@ -15,7 +15,7 @@ from nemolab.errors import EngineError
 from nemolab.units import show_bytes
 
 # Of a process that computes on a card, beside torch's tensors: the driver's context, kernels, the libraries' own. An
-# H200 had 686 MiB in use beside them.
+# H200 had 748 MiB in use beside them, graphs included.
 CONTEXT_BYTES = 768 * 2**20
 # A piece of a matrix in BF16 (32 MiB), cuBLAS' through torch (32 MiB on Hopper, 8 elsewhere), and what torch rounds up.
 WORKSPACE_BYTES = (32 + 32 + 24) * 2**20
