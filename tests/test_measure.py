@@ -32,6 +32,15 @@ def test_rows_are_appended_and_read_back_with_median_and_spread(tmp_path):
     assert latest("pread", tmp_path)["median"] == 0.5
 
 
+def test_a_setting_that_rows_may_lack_is_asked_for_by_none(tmp_path):
+    record("kl", [1.0], "nats", {"model": "tiny"}, folder=tmp_path)
+    record("kl", [2.0], "nats", {"model": "tiny", "device": "cuda"}, folder=tmp_path)
+    assert latest("kl", tmp_path, device=None)["median"] == 1 and latest("kl", tmp_path, device="cuda")["median"] == 2
+    assert latest("kl", tmp_path, model="tiny")["median"] == 2
+    with pytest.raises(NemolabError, match="no measurement kl with model=None"):
+        latest("kl", tmp_path, model=None)
+
+
 def test_names_of_two_parts_share_a_file(tmp_path):
     for name in ("compare.kl_mean", "compare.ppl_engine", "decode"):
         record(name, [1.0], "nats", {}, folder=tmp_path)

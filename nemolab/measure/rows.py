@@ -103,7 +103,9 @@ def read_rows(name: str = "*", folder: Path | None = None) -> pd.DataFrame:
 
 
 def latest(name: str, folder: Path | None = None, **settings: Any) -> pd.Series:
-    """The newest row of a name whose settings include all those given: a value, or a test that it has to pass.
+    """The newest row of a name whose settings include all those given: a value, a test it has to pass, or None.
+
+    None stands for a setting that a row does not have, such as the device of a comparison on the CPU.
 
     Raises NemolabError when there is none.
     """
@@ -120,6 +122,8 @@ def latest(name: str, folder: Path | None = None, **settings: Any) -> pd.Series:
 
 
 def _fits(found: Any, wanted: Any) -> bool:
+    if wanted is None:
+        return found is None
     return found is not None and wanted(found) if callable(wanted) else found == wanted
 
 

@@ -1,6 +1,11 @@
 """Tables of measurements on CUDA cards, each from the newest recorded rows."""
 
+from collections.abc import Mapping
+from functools import partial
+from math import isclose
+
 from nemolab.readme.markdown import how_taken, markdown_table, spread
+from nemolab.readme.measured import broken_models, compared_texts
 
 
 def moe_step_table() -> str:
@@ -55,3 +60,103 @@ def linear_table() -> str:
     bandwidth = f"Read bandwidth: {read['median']:,.0f} GB/s"
     how = f"{how_taken([read])}. {bandwidth}. Median (least to most) of {len(read['values'])}."
     return f"{how}\n\n{markdown_table(headers, rows)}"
+
+
+def decode_table() -> str:
+    """One token of a large model's shape on a card by transfer strategy, beside the time of its bytes."""
+    from nemolab.measure import latest
+    from nemolab.measure.transfer import STRATEGIES
+
+    rows, taken = [], []
+    for share in (0.24, 1.0):
+        for strategy in STRATEGIES:
+            row = latest(f"card_decode.{strategy}", cached=partial(isclose, share, abs_tol=0.01))
+            said = row["settings"]
+            floors = [f"{said[name]:.2f}" for name in ("bus_ms", "disk_ms", "dense_ms")]
+            share_cell, hits = f"{100 * said['cached']:.0f}", f"{100 * said['hit_rate']:.1f}"
+            moved = f"{(said['bytes_copied'] + said['bytes_in_place']) / 1e6:,.0f}"
+            ratios = [f"{row['median'] / said[name]:.2f}" for name in ("floor_ms", "bus_and_dense_ms")]
+            cells = [f"`{strategy}`", share_cell, hits, f"{said['reads']:.1f}", moved, spread(row), *floors, *ratios]
+            rows.append([*cells, f"{said['cpu_ms']:.1f}", len(row["values"])])
+            taken.append(row)
+    headers = [
+        "strategy",
+        "cached, %:",
+        "hits, %:",
+        "reads:",
+        "MB over the bus:",
+        "ms a token:",
+        "bus, ms:",
+        "disk, ms:",
+    ]
+    more = ["dense, ms:", "measured / longest:", "measured / (bus + dense):", "CPU, ms:", "samples:"]
+    said = taken[0]["settings"]
+    how = (
+        f"{how_taken(taken)}. {_layers(said)}; routing {said['routing']}; {said['prefetch']} guesses read ahead;"
+        f" {100 * said['active']:.1f} % of neurons active. GB/s there: copied {said['copy_gb_s']:.1f}, read in place"
+        f" {said['in_place_gb_s']:.1f}, from disk {said['disk_gb_s']:.1f}, the card's own {said['read_gb_s']:,.0f}."
+        " Median (least to most)."
+    )
+    return f"{how}\n\n{markdown_table([*headers, *more], rows)}"
+
+
+def prefill_table() -> str:
+    """A prompt's pass on a card, experts in RAM and on disk, beside their way over the bus and torch's products."""
+    from nemolab.measure import latest
+
+    rows, taken = [], []
+    for where, name in (("RAM", "cached"), ("disk", "disk")):
+        row = latest(f"card_prefill.{name}")
+        said = row["settings"]
+        disk = f"{said['disk_read_ms']:,.0f}" if "disk_read_ms" in said else ""
+        floors = [f"{said['copy_ms']:,.0f}", f"{said['torch_ms']:,.0f}", disk]
+        cells = [where, f"{said['tokens']:,}", f"{said['needed']:,}", f"{said['lookups']:,.0f}", spread(row), *floors]
+        rows.append([*cells, f"{row['median'] / said['floor_ms']:.2f}", len(row["values"])])
+        taken.append(row)
+    headers = ["experts in", "tokens:", "experts needed:", "that crossed the bus:", "ms:", "crossing, ms:"]
+    more = ["torch BF16, ms:", "disk, ms:", "measured / longest:", "samples:"]
+    said = taken[0]["settings"]
+    how = f"{how_taken(taken)}. {_layers(said)}; copied at {said['copy_gb_s']:.1f} GB/s. Median (least to most)."
+    return f"{how}\n\n{markdown_table([*headers, *more], rows)}"
+
+
+def memory_table() -> str:
+    """What a process takes of a card's memory, as the driver tells, beside what was allowed and planned."""
+    from nemolab.measure import latest
+
+    taken = [latest(f"card_memory.{phase}") for phase in ("load", "prompt", "decode")]
+    said = taken[0]["settings"]
+    planned = {name.removesuffix("_bytes"): size / 2**30 for name, size in said["planned"].items() if "bytes" in name}
+    parts = ", ".join(f"{name} {gib:.2f}" for name, gib in planned.items() if name != "total" and gib)
+    names = ["loaded", f"a prompt of {said['prompt_tokens']:,} tokens", f"{said['tokens']} tokens behind it"]
+    rows = [[name, f"{row['median']:.2f}"] for name, row in zip(names, taken, strict=True)]
+    rows += [["planned", f"{planned['total']:.2f}"], ["allowed", f"{said['budget_gib']:.2f}"]]
+    how = f"{how_taken(taken)}. {_layers(said)}; `{said['transfer']}`. Planned, GiB: {parts}."
+    return f"{how}\n\n{markdown_table(['most in use by the process', 'GiB:'], rows)}"
+
+
+def card_correctness_table() -> str:
+    """The engine on a card beside transformers in fp32 and beside the CPU's engine; and whether it repeats itself."""
+    from nemolab.measure import latest
+
+    beside = ("kl_mean_beside_cpu", "kl_mean_decode_beside_cpu")
+    texts, taken = compared_texts("cuda", beside)
+    figures = ("kl_mean", "kl_mean_decode", *beside)
+    rows = [
+        [text, settings["tokens"], *(f"{value[name]:.1e}" for name in figures)]
+        + [f"{value['greedy_match']:.0f}/{settings['greedy_of']}"]
+        for text, value, settings in texts
+    ]
+    headers = ["text", "tokens scored:", "mean KL, prompt:", "mean KL, decode:", "prompt, from the CPU's engine:"]
+    table = markdown_table([*headers, "decode, from the CPU's engine:", "greedy:"], rows)
+    controls, broken = broken_models("cuda")
+    repeats = latest("compare.distinct_repeats", model="tiny", device="cuda")
+    runs, distinct = repeats["settings"]["runs"], repeats["median"]
+    same = "the same bits" if distinct == 1 else f"{distinct:.0f} DIFFERENT RESULTS"
+    told = f"{len(runs)} runs ({'; '.join(runs)}) gave {same}."
+    return f"{how_taken([*taken, *controls, repeats])}.\n\n{table}\n\n{broken} {told}"
+
+
+def _layers(said: Mapping) -> str:
+    shape = f"{said['layers']} layers of the shape of {said['model']}"
+    return f"{shape}, {said['moe_layers']} of them with {said['experts']} experts"

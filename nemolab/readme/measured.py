@@ -7,34 +7,8 @@ from nemolab.readme.markdown import how_taken, markdown_table, spread
 
 
 def correctness_table() -> str:
-    """The engine beside transformers in fp32, from the newest recorded comparison of the shipped model."""
-    from nemolab.measure import latest, read_rows
-
-    def names(measured: str, of: str) -> list[str]:
-        """What was compared of the shipped model; rows of other models may stand beside."""
-        all_settings = read_rows(measured)["settings"]
-        return list(dict.fromkeys(settings[of] for settings in all_settings if settings["model"] == "tiny"))
-
-    rows, taken = [], []
-    for text in names("compare.kl_mean", "text"):
-        got = {
-            name: latest(f"compare.{name}", model="tiny", text=text)
-            for name in ("ppl_reference", "ppl_engine", "kl_mean", "kl_mean_decode", "greedy_match")
-        }
-        value = {name: row["median"] for name, row in got.items()}
-        settings = got["kl_mean"]["settings"]
-        rows.append(
-            [
-                text,
-                settings["tokens"],
-                f"{value['ppl_reference']:.3f}",
-                f"{value['ppl_engine']:.3f}",
-                f"{value['kl_mean']:.1e}",
-                f"{value['kl_mean_decode']:.1e}",
-                f"{value['greedy_match']:.0f}/{settings['greedy_of']}",
-            ]
-        )
-        taken.append(got["kl_mean"])
+    """The engine beside transformers in fp32, from the newest recorded comparison of the shipped model on a CPU."""
+    texts, taken = compared_texts(None)
     headers = [
         "text",
         "tokens scored:",
@@ -43,16 +17,57 @@ def correctness_table() -> str:
         "mean KL, prompt:",
         "mean KL, decode:",
     ]
+    rows = [
+        [
+            text,
+            settings["tokens"],
+            f"{value['ppl_reference']:.3f}",
+            f"{value['ppl_engine']:.3f}",
+            f"{value['kl_mean']:.1e}",
+            f"{value['kl_mean_decode']:.1e}",
+            f"{value['greedy_match']:.0f}/{settings['greedy_of']}",
+        ]
+        for text, value, settings in texts
+    ]
+    controls, broken = broken_models(None)
     table = markdown_table([*headers, "greedy:"], rows)
-    broken = {
-        name: latest("compare.control_ppl", model="tiny", control=name)
-        for name in names("compare.control_ppl", "control")
+    return f"{how_taken([*taken, *controls])}.\n\n{table}\n\n{broken}"
+
+
+def compared_texts(device: str | None, more: tuple[str, ...] = ()) -> tuple[list[tuple[str, dict, dict]], list]:
+    """(text, its figures by name, settings) of the newest comparison, and rows that tell how it was taken.
+
+    device  None: the CPU's engine; more: names of further figures
+    """
+    from nemolab.measure import latest
+
+    names = ("ppl_reference", "ppl_engine", "kl_mean", "kl_mean_decode", "greedy_match", *more)
+    texts, taken = [], []
+    for text in _compared("compare.kl_mean", "text", device):
+        got = {name: latest(f"compare.{name}", model="tiny", text=text, device=device) for name in names}
+        texts.append((text, {name: row["median"] for name, row in got.items()}, got["kl_mean"]["settings"]))
+        taken.append(got["kl_mean"])
+    return texts, taken
+
+
+def broken_models(device: str | None) -> tuple[list, str]:
+    """The rows of models broken on purpose, and a sentence."""
+    from nemolab.measure import latest
+
+    rows = {
+        name: latest("compare.control_ppl", model="tiny", control=name, device=device)
+        for name in _compared("compare.control_ppl", "control", device)
     }
-    taken += broken.values()
-    worse = ", ".join(f"{name} {row['median']:,.0f}" for name, row in broken.items())
-    return (
-        f"{how_taken(taken)}.\n\n{table}\n\nThe same measure on models broken on purpose (PPL over all texts): {worse}."
-    )
+    worse = ", ".join(f"{name} {row['median']:,.0f}" for name, row in rows.items())
+    return list(rows.values()), f"The same measure on models broken on purpose (PPL over all texts): {worse}."
+
+
+def _compared(measured: str, of: str, device: str | None) -> list[str]:
+    """What was compared of the shipped model; rows of other models and devices may stand beside."""
+    from nemolab.measure import read_rows
+
+    found = [row for row in read_rows(measured)["settings"] if row["model"] == "tiny" and row.get("device") == device]
+    return list(dict.fromkeys(row[of] for row in found))
 
 
 def speed_table() -> str:
