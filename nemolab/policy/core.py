@@ -202,7 +202,8 @@ def issue(core, state, guesses, depth, at):
     n_wanted = 0
     for place_in_rank in range(min(depth, len(guesses))):
         key = np.int64(guesses[place_in_rank])
-        if key >= 0 and core.entries[key].held == ABSENT:
+        # The bound is for lists of more guesses than there are keys: whoever sends such names some of them twice.
+        if key >= 0 and core.entries[key].held == ABSENT and n_wanted < len(core.wanted):
             core.wanted[n_wanted] = key
             n_wanted += 1
     n_issued = read_bytes = np.int64(0)

@@ -158,7 +158,8 @@ class ExpertCache:
                 pending = Pending(self.reader, self._jobs(seats.misses, seats.miss_rows))
                 hits = seats.distinct - self.missed
                 begun = residents.begun = OnItsWay(counts, hits, seats.misses, late, pending, self._arrive)
-                residents.take([key for key in seats.useful if key not in late], 0, counts)
+                if seats.useful:
+                    residents.take([key for key in seats.useful if key not in late], 0, counts)
                 pending.begin(self.missed)
         except BaseException:
             residents.forget()
