@@ -101,3 +101,10 @@ def test_a_refilled_cache_goes_on_where_the_old_one_was():
     check_rows(new)
     new.look_up(2, [0, 1, 2, 5])
     assert list(new)[:2] == [1, 9], "the oldest left"
+    full, again = RowCache(LAYERS, WIDTH, 50), RowCache(LAYERS, WIDTH, 50)
+    for layer in range(LAYERS):
+        full.look_up(layer, range(WIDTH))
+    full.note_whole()
+    again.refill(full.find_whole(), full.row_of[full.find_whole()])
+    assert list(again) == list(full) and np.array_equal(again.row_of, full.row_of), "more than there are in a layer"
+    check_rows(again)

@@ -187,7 +187,13 @@ class RowCache(Cache):
 
     def refill(self, keys: Sequence[int], rows: Sequence[int]) -> None:
         """An empty cache takes these up, the oldest first, as they lie. No more of them than it has rows."""
-        self.batch(keys)
+        count = self._write_down(keys)
+        if count:  # as one batch, as if all were of one layer
+            self._look_up_rows(
+                self._core, self._state, self._book, self._ids, count, 0, len(self.row_of), self._keys, self._outcomes,
+                self._out,
+            )  # fmt: skip
+            self.note_whole()
         rows = np.array(rows, np.int32)
         self._book.row_of[np.array(keys, np.int64)] = rows
         free = np.setdiff1d(np.arange(self.capacity_bytes), rows)[::-1]
