@@ -299,6 +299,11 @@ def test_values_that_cannot_be_are_refused(asked, message):
         Trials(**asked)
 
 
+def test_trials_are_said_by_their_class(path):
+    with pytest.raises(EngineError, match=r"trials is {'speculate': 2}; nemolab.engine.Trials\(...\) is needed"):
+        Engine(path, trials={"speculate": 2})
+
+
 @pytest.mark.parametrize(
     ("settings", "asked", "message"),
     [
@@ -330,4 +335,4 @@ def test_no_bit_depends_on_a_trial_on_a_card(tiny_path):
         found, step = run(transfer=transfer, prefetch=2, trials=trials)
         assert torch.equal(found, wanted) and step.held > 0 and step.early > 0
         found, step = run(transfer=transfer, trials=Trials(kept_gib=0.01))
-        assert torch.equal(found, wanted) and step.held > step.copied > 0
+        assert torch.equal(found, wanted) and step.held > 0 and step.copied > 0

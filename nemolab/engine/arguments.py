@@ -59,6 +59,8 @@ def open_card(
     store: Store, device: str, transfer: str | None, vram_gib: float | None, trials: Trials
 ) -> CardSide | None:
     """What runs the model on a card; None for the CPU. Raises EngineError for what a device does not have."""
+    if not isinstance(trials, Trials):
+        raise EngineError(f"trials is {trials!r}; nemolab.engine.Trials(...) is needed")
     if device != "cpu":
         from nemolab.engine.gpu.side import CardSide
 
