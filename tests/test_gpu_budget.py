@@ -243,12 +243,12 @@ def test_a_model_that_ends_the_memory_while_it_loads_asks_for_more():
         make_guard(FakeCard()).load("this model", load)
 
 
-def run_out(card, budget=4 * GIB):
+def run_out(card, budget=4 * GIB, tokens=5):
     def compute():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity ...")
 
     with pytest.raises(EngineError) as refusal:
-        make_guard(card, budget).run(5, "a pass of 5 tokens behind 0", compute)
+        make_guard(card, budget).run(tokens, "a pass of 5 tokens behind 0", compute)
     assert card.released == 1 and refusal.value.__context__ is None
     return str(refusal.value)
 
@@ -265,6 +265,7 @@ def test_running_out_says_who_holds_what():
     )
     words = run_out(FakeCard(reserved=6 * GIB, used=8 * GIB), budget=None)
     assert "torch holds 6.00 GiB" in words and "vram_gib" not in words and "other programs hold 1.41 GiB" in words
+    assert "a shorter conversation" in run_out(FakeCard(reserved=3 * GIB), tokens=1)
     assert "768.00 MiB are taken beside it" in run_out(FakeCard(reserved=3 * GIB, beside=None)), "not known: as planned"
 
 

@@ -46,7 +46,8 @@ class Guard:
         if watched:
             self._device.begin()
             self._check_held()
-        result = self._compute(what, compute, "fewer tokens at once need less")
+        advice = "a shorter conversation needs less" if tokens == 1 else "fewer tokens at once need less"
+        result = self._compute(what, compute, advice)
         if watched:
             self._limit()
         return result
