@@ -5,10 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from faults import run_cli
 from synthetic import write_checkpoint
 
 from nemolab.errors import UsageError
 from nemolab.measure import bench_card_decode, disk_floor, forced_routing, gpu_floors, record
+from nemolab.measure import bench_card_memory as memory_bench
 from nemolab.measure.bench_card_decode import bench_card_decode as run_decode
 from nemolab.measure.bench_card_memory import Watch, bench_card_memory
 from nemolab.measure.bench_card_prefill import bench_card_prefill
@@ -207,12 +209,12 @@ def test_every_expert_with_tokens_is_multiplied_twice(store, monkeypatch):
 class FakeMeter:
     """A card of which 100 bytes are others', and more and more is ours."""
 
-    def __init__(self):
-        self.asked = 0
+    def __init__(self, step_bytes: int = 2**20):
+        self.asked, self._step_bytes = 0, step_bytes
 
     def used_bytes(self) -> int:
         self.asked += 1
-        return 100 + 2**20 * (self.asked - 1)
+        return 100 + self._step_bytes * (self.asked - 1)
 
 
 def test_memory_is_what_the_driver_tells_less_what_others_held(store):
@@ -237,3 +239,24 @@ def test_memory_needs_a_driver_that_tells(store):
         bench_card_memory(store.path, device="twin")
     with pytest.raises(UsageError, match="1 of each"):
         bench_card_memory(store.path, device="twin", tokens=0, meter=FakeMeter())
+
+
+def test_the_command_shows_a_line_for_each_case(store):
+    words = ("decode", store.path, "--device", "twin", "--tokens", 2, "--repeats", 3, "--prefetch", 1)
+    code, out, err = run_cli("bench", *words, "--cached", 0.5, "--transfer", "rows", "--trial", "shared_first=1")
+    assert code == 0, err
+    headers, plain, tried = out.splitlines()[:3]
+    assert headers.split()[:2] == ["case", "ms/token"] and "x floor" in headers
+    assert plain.startswith("rows ") and tried.startswith("rows_shared_first ")
+
+
+def test_the_command_refuses_on_the_cpu_what_is_for_cards():
+    code, _, err = run_cli("bench", "decode", "--cached", 0.5, "--own-routing", "--trial", "speculate=4")
+    assert code == 2 and "--cached, --own-routing, --trial: for an engine on a card; add --device cuda" in err
+
+
+def test_the_command_fails_where_memory_was_exceeded(store, monkeypatch):
+    monkeypatch.setattr(memory_bench, "_open_meter", lambda device: FakeMeter(step_bytes=2**31))
+    words = ("card-memory", store.path, "--device", "twin", "--vram-gib", 1, "--prompt", 5, "--tokens", 1)
+    code, out, err = run_cli("bench", *words)
+    assert code == 1 and "GiB were in use, 1 allowed" in err and "within_budget" in out
