@@ -269,6 +269,18 @@ def test_running_out_says_who_holds_what():
     assert "768.00 MiB are taken beside it" in run_out(FakeCard(reserved=3 * GIB, beside=None)), "not known: as planned"
 
 
+def test_memory_that_ends_for_kernels_is_told_alike_and_other_errors_stay_what_they_are():
+    def fail(words):
+        raise RuntimeError(words)
+
+    with pytest.raises(EngineError, match=r"for a prompt: Triton Error \[CUDA\]: out of memory; torch holds"):
+        make_guard(FakeCard()).run(5, "a prompt", lambda: fail("Triton Error [CUDA]: out of memory"))
+    card = FakeCard()
+    with pytest.raises(RuntimeError, match="an illegal memory access"):
+        make_guard(card).run(5, "a prompt", lambda: fail("CUDA error: an illegal memory access was encountered"))
+    assert card.released == 0
+
+
 def test_an_error_that_is_kept_keeps_no_tensors():
     kept = []
 

@@ -10,8 +10,6 @@ import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch
-
 from nemolab.engine.gpu.device import Usage
 from nemolab.engine.gpu.plan import CardPlan
 from nemolab.errors import EngineError
@@ -70,7 +68,9 @@ class Guard:
     def _compute(self, what: str, compute: Callable[[], Result], advice: str) -> Result:
         try:
             return compute()
-        except torch.OutOfMemoryError as problem:
+        except RuntimeError as problem:  # torch.OutOfMemoryError is one; the driver's own word for kernels is another
+            if "out of memory" not in str(problem):
+                raise
             said = ". ".join(str(problem).split(". ")[:2]).removesuffix(".")
             held = self._explain(advice)
             # Whoever keeps the error (a notebook does) would keep every tensor of the frames it came through.
