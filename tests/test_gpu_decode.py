@@ -158,6 +158,8 @@ def test_memory_that_is_not_locked_changes_no_bit(path, wanted, shared_bytes, tr
         assert torch.equal(torch.cat(both_paths(engine, IDS)), wanted)
         held = engine.memory()["card"]["page_locked_bytes"] // block_bytes
         assert held == blocks - 3 and engine._model._finder._ring is not None
+        memory, table = engine._model.memory, engine._model._table.host
+        assert (table < memory.address_of(memory.seen_rows)).all(), "the table names nothing that is not locked"
     assert capsys.readouterr().err.count("a small ring") == 1
     assert not locked.locked, "all is unlocked with the engine"
 

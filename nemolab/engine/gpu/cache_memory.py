@@ -88,11 +88,7 @@ class Finder:
             self._tell_hits(layer, experts, rows, missing)
         if max(rows) < memory.seen_rows or all([memory.is_seen(row) for row in rows]):
             return Fetch(addresses, missing, wait)
-        try:
-            ring = self._open_ring()
-        except BaseException:
-            wait()  # the cache wants to be asked
-            raise
+        ring = self._open_ring()
         hidden = [rank for rank, row in enumerate(rows) if not memory.is_seen(row)]
         sources = addresses[hidden].tolist()
         places = [ring.address + rank * memory.block_bytes for rank in hidden]

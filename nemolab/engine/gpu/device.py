@@ -87,6 +87,10 @@ class Card:
     def new_graphs(self) -> CardGraphs:
         return CardGraphs(self.torch_device)
 
+    def is_recording(self) -> bool:
+        """Is what is queued now recorded as a graph?"""
+        return torch.cuda.is_current_stream_capturing()
+
     def copy(self, to: int, source: int, nbytes: int, stream: torch.cuda.Stream | None = None) -> None:
         """Queue a copy between two addresses, each the card's or this process's, on a stream (None: the current)."""
         self.locker.copy(to, source, nbytes, (stream or self.main_stream()).cuda_stream)
@@ -169,6 +173,9 @@ class StandIn:
 
     def new_graphs(self) -> Repeats:
         return Repeats()
+
+    def is_recording(self) -> bool:
+        return False
 
     def copy(self, to: int, source: int, nbytes: int, stream: _AtOnce | None = None) -> None:
         self.locker.copy(to, source, nbytes, 0)

@@ -114,7 +114,7 @@ class MoeStep:
         # By bank, of a layer with experts that the table does not have: addresses by rank; ranks in order, as int32.
         self._told = PinnedArray((2, 2, top_k), np.int64, device.locker)
         self._told_there = torch.zeros(2, 2, top_k, dtype=torch.int64, device=there)
-        self._turn = 0
+        self._turn, self._rank_order = 0, np.arange(top_k)
         if strategy != "pull":
             stride = _stride(strategy, inter, width)
             self._banks = torch.empty(slots or 2 * top_k, stride, dtype=torch.uint8, device=there)
@@ -192,22 +192,23 @@ class MoeStep:
 
     def _copy_and_compute(self, layer: int, fetch: Fetch) -> int:
         addresses, missing, wait = fetch
-        bank, waves = self._turn, self.waves
-        bound, batch = self._bind(layer, bank), self._batches[bank]
-        late = missing if self.strategy == "whole" else self._not_in(self.table.host[layer], layer, missing)
-        if late:
+        bank, waves, order = self._turn, self.waves, self._rank_order
+        batch, bound, late = self._batches[bank], None, missing
+        if missing:
             # What is there crosses the bus while the disk is read: those ranks come first, in waves of their own.
-            order = np.argsort(np.isin(np.arange(self.top_k), missing), kind="stable")
-            bound = self._bind(layer, 2 + self._tell_places(addresses, order))
-            self._to[bank], addresses = self._slots[bank, order], addresses[order]
-            if missing:
-                waves = [*spread(tuple(self.waves), self.top_k - len(missing)), len(missing)]
-        self._sources[:] = addresses
+            order = np.argsort(np.isin(order, missing), kind="stable")
+            self._to[bank] = self._slots[bank, order]
+            waves = [*spread(tuple(self.waves), self.top_k - len(missing)), len(missing)]
+        self._sources[:] = addresses[order]
         amount, main, first = GROUPED if self.strategy == "grouped" else ROWS, self._device.main_stream(), 0
         for number, count in enumerate(waves):
             if missing and number == len(waves) - 1:
                 wait()
             batch.run(first, count)
+            if bound is None:  # not before the first copies: until then the bus is idle
+                if self.strategy != "whole":
+                    late = self._not_in(self.table.host[layer], layer, missing)
+                bound = self._bind(layer, 2 + self._tell_places(addresses, order) if late else bank)
             self._copied[number].record(self._copies)
             main.wait_event(self._copied[number])
             bound.launch(amount=amount, first=first, count=count)

@@ -52,18 +52,23 @@ class Repeats:
 
 
 class Branch:
-    """Lets work run beside what is queued after it, on a stream of its own; as a graph, a branch of the graph.
+    """Lets work run beside what is queued after it: as a branch, in what is recorded as a graph.
 
-    .wanted  False: one behind the other
+    Else one follows the other: queued kernel by kernel, a stream of its own costs the CPU more than the card gains.
+    .wanted  False: no branches either
     """
 
     def __init__(self, device):
         self._device, self._stream, self.wanted = device, device.new_stream(), True
         self._forked, self._joined = device.new_event(), device.new_event()
 
+    @property
+    def _branches(self) -> bool:
+        return self.wanted and self._device.is_recording()
+
     def run(self, work: Callable[[], None]) -> None:
         """Queue work that needs what is queued so far, and nothing of what comes until `join`, nor that of it."""
-        if not self.wanted:
+        if not self._branches:
             work()
             return
         self._forked.record(self._device.main_stream())
@@ -74,7 +79,7 @@ class Branch:
 
     def join(self) -> None:
         """What is queued from here on comes after both."""
-        if self.wanted:
+        if self._branches:
             self._device.main_stream().wait_event(self._joined)
 
 
