@@ -1,9 +1,7 @@
-"""A card's memory: what is found of it, who holds it, and a budget that the process does not exceed."""
+"""A budget of a card's memory that the process does not exceed, and of RAM, of which page-locked memory is a part."""
 
-import ctypes
 import gc
 import math
-import os
 import weakref
 from types import SimpleNamespace
 
@@ -12,14 +10,13 @@ import torch
 from synthetic import one_thread, write_checkpoint
 
 from nemolab.engine import Engine, memory
-from nemolab.engine.gpu.beside import ASSUMED, DIFFERENCE, TOLD, Beside
+from nemolab.engine.gpu.beside import DIFFERENCE, TOLD
 from nemolab.engine.gpu.device import Card, StandIn, Usage
 from nemolab.engine.gpu.guard import SPARE_BYTES, Guard
 from nemolab.engine.gpu.plan import least_bytes
 from nemolab.errors import EngineError
 from nemolab.store import page_lock
 from nemolab.system.memory import Limit, Memory
-from nemolab.system.nvml import CardMeter
 
 GIB, MIB = 2**30, 2**20
 SIZES = {"pattern": "ME*E", "experts": 6, "inter": 32, "latent": 32, "hidden": 32, "top_k": 2}
@@ -28,107 +25,6 @@ SIZES = {"pattern": "ME*E", "experts": 6, "inter": 32, "latent": 32, "hidden": 3
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("budget") / "model", **SIZES)
-
-
-class FakeDriver:
-    """CUDA's and NVML's libraries in one, for one card: `.processes` {pid: bytes}, `.used` by everybody."""
-
-    def __init__(self, used=GIB, processes=None, touched=0):
-        self.used, self.processes, self.touched, self.status = used, processes or {}, touched, 0
-
-    def cuInit(self, flags):
-        return 0
-
-    def cuDeviceGet(self, device, index):
-        return 0 if index == 0 else 101
-
-    def cuDeviceGetUuid_v2(self, raw, device):
-        ctypes.memmove(raw, bytes(range(16)), 16)
-        return 0
-
-    def cuDevicePrimaryCtxGetState(self, device, flags, active):
-        active._obj.value = self.touched
-        return 0
-
-    def nvmlInit_v2(self):
-        return 0
-
-    def nvmlDeviceGetHandleByUUID(self, name, handle):
-        return 0 if name == b"GPU-00010203-0405-0607-0809-0a0b0c0d0e0f" else 6
-
-    def nvmlDeviceGetMemoryInfo(self, handle, memory):
-        memory._obj.used = self.used
-        return self.status
-
-    def nvmlDeviceGetComputeRunningProcesses_v3(self, handle, count, found):
-        if found is None:
-            count._obj.value = len(self.processes)
-            return 7 if self.processes else 0
-        for entry, (pid, used) in zip(found, self.processes.items(), strict=False):
-            entry.pid, entry.used = pid, used
-        count._obj.value = len(self.processes)
-        return 0
-
-
-def meter(driver):
-    return CardMeter(0, cuda=driver, nvml=driver)
-
-
-def test_a_meter_tells_everybodys_memory_and_this_processs():
-    driver = FakeDriver(5 * GIB, {1: GIB, os.getpid(): 3 * GIB})
-    assert (meter(driver).used_bytes(), meter(driver).own_bytes()) == (5 * GIB, 3 * GIB)
-    assert not meter(driver).touched and meter(FakeDriver(touched=1)).touched
-
-
-@pytest.mark.parametrize("told", [0, 2**64 - 1])
-def test_a_process_that_the_driver_does_not_tell_is_not_taken_for_empty(told):
-    assert meter(FakeDriver(processes={os.getpid(): told})).own_bytes() is None
-    assert meter(FakeDriver()).own_bytes() is None
-
-
-def test_a_meter_says_which_call_failed():
-    driver = FakeDriver()
-    driver.status = 3
-    with pytest.raises(OSError, match="nvmlDeviceGetMemoryInfo failed with status 3"):
-        meter(driver)
-    with pytest.raises(OSError, match="cuDeviceGet failed with status 101"):
-        CardMeter(1, cuda=FakeDriver(), nvml=FakeDriver())
-
-
-def test_without_the_drivers_word_what_is_beside_is_a_difference():
-    driver = FakeDriver(used=GIB)  # others' GiB
-    beside = Beside(meter(driver))
-    beside.begin(0)
-    driver.used = GIB + 500 * MIB + 100 * MIB
-    assert beside.end(reserved_bytes=100 * MIB) == 500 * MIB and beside.source == DIFFERENCE
-    driver.used += 2 * GIB  # another program begins, between two passes
-    beside.begin(100 * MIB)
-    driver.used += 50 * MIB  # ours, in a pass
-    assert beside.end(100 * MIB) == 550 * MIB == beside.peak_bytes
-    beside.begin(100 * MIB)
-    driver.used -= 2 * GIB  # it ends
-    assert beside.end(100 * MIB) == 0 and beside.peak_bytes == 550 * MIB
-
-
-def test_the_drivers_word_is_taken_where_it_can_be_true():
-    driver = FakeDriver(used=GIB)
-    beside = Beside(meter(driver))
-    driver.processes[os.getpid()] = 700 * MIB
-    driver.used = 9 * GIB
-    assert beside.end(200 * MIB) == 500 * MIB and beside.source == TOLD
-    foreign = Beside(meter(FakeDriver(used=GIB, processes={os.getpid(): GIB})))  # before we touched the card
-    foreign.begin(0)
-    assert foreign.end(0) == 0 and foreign.source == DIFFERENCE
-    small = Beside(meter(FakeDriver(GIB, {os.getpid(): 5 * MIB}, touched=1)))  # less than torch alone holds
-    assert small.end(10 * MIB) is None and small.source == ASSUMED and "used the card before" in small.why_assumed
-
-
-def test_a_driver_that_stops_telling_is_no_error():
-    driver = FakeDriver()
-    beside = Beside(meter(driver))
-    driver.status = 15
-    beside.begin(0)
-    assert beside.end(0) == 0 and beside.source == ASSUMED and "status 15" in beside.why_assumed
 
 
 class FakeCard(StandIn):

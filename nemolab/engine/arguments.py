@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,6 +44,20 @@ def check_threads(threads: int | None) -> int:
     if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= 1024:
         raise EngineError(f"threads is {threads!r}; a whole number from 1 to 1024 is needed")
     return threads
+
+
+@contextmanager
+def torch_threads(threads: int) -> Iterator[None]:
+    """torch's number of threads for a while; the setting is the whole process's, so it is put back."""
+    before = torch.get_num_threads()
+    if before == threads:
+        yield
+        return
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def check_prefetch(prefetch: int, config: ModelConfig) -> int:

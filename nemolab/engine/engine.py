@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from nemolab.engine import memory
-from nemolab.engine.arguments import check_prefetch, check_threads, find_store, open_card
+from nemolab.engine.arguments import check_prefetch, check_threads, find_store, open_card, torch_threads
 from nemolab.engine.chat import Tokenizer, opens_thinking
 from nemolab.engine.model import Model
 from nemolab.engine.phases import Clock, Clocks, join_stats, subtract_stats
@@ -197,7 +197,7 @@ class Engine:
         for part in hidden:
             for first in range(0, part.shape[0], piece_tokens):
                 self._open()
-                with self._lock, torch.no_grad(), _torch_threads(self.threads):
+                with self._lock, torch.no_grad(), torch_threads(self.threads):
                     piece = self._model.logits(part[first : first + piece_tokens])
                 yield start + first, piece
             start += part.shape[0]
@@ -352,7 +352,7 @@ class Engine:
         if tokens.ndim != 1 or not tokens.numel():
             raise EngineError(f"token ids of shape {list(tokens.shape)}; a list of one or more is needed")
         self._check_ids(int(tokens.min()), int(tokens.max()))
-        with self._pass(self._clocks.prefill, tokens.shape[0], state), _torch_threads(self.threads):
+        with self._pass(self._clocks.prefill, tokens.shape[0], state), torch_threads(self.threads):
             yield tokens.split(self._card.pass_tokens if self._card else PASS_TOKENS)
 
     @contextmanager
@@ -389,17 +389,3 @@ class Engine:
                 f"{held}{prompt_tokens} prompt + {max_tokens} new tokens are more than the {limit} "
                 f"this model was made for"
             )
-
-
-@contextmanager
-def _torch_threads(threads: int) -> Iterator[None]:
-    """torch's number of threads for a while; the setting is the whole process's, so it is put back."""
-    before = torch.get_num_threads()
-    if before == threads:
-        yield
-        return
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
