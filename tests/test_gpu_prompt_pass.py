@@ -9,9 +9,10 @@ from synthetic import one_thread, write_checkpoint
 
 from nemolab.engine import Engine
 from nemolab.engine.attention import attend as attend_torch
-from nemolab.engine.gpu import prompt_experts
+from nemolab.engine.gpu import prompt_experts, state
 from nemolab.engine.gpu.attention import attend
 from nemolab.engine.gpu.device import StandIn
+from nemolab.engine.gpu.model import CardModel
 from nemolab.engine.gpu.prompt_experts import PromptExperts
 
 IDS = [int(i) for i in torch.randint(32, 280, (40,), generator=torch.Generator().manual_seed(0))]
@@ -117,6 +118,24 @@ def test_pairs_are_sorted_by_expert_and_a_tokens_places_ascend():
     assert routing.ids[:4].tolist() == [0, 1, 3, 5]
     assert routing.places.tolist() == [[1, 4], [0, 5], [2, 3]]
     assert torch.equal(routing.shares, torch.tensor([0.2, 0.1, 0.3, 0.4, 0.5, 0.6]))
+
+
+@one_thread
+def test_what_stays_takes_memory_before_activations_do(small_path, monkeypatch):
+    """Memory that torch keeps of activations is given back before, or what stays would lie in pieces of it."""
+    events, embed = [], CardModel._embed
+    monkeypatch.setattr(state, "_give_back", lambda device: events.append("stays"))
+    monkeypatch.setattr(CardModel, "_embed", lambda *arguments: (events.append("goes"), embed(*arguments))[1])
+    with Engine(small_path, device="twin") as engine:
+        held = engine.new_state()
+        assert events == ["stays"]
+        engine.prefill(IDS, held)
+        assert events == ["stays", "stays", "goes"], "keys and values of the one attention layer, then the prompt"
+        copy = held.copy()
+    assert events.count("stays") == 4, "two layers keep a state"
+    keys, values = copy.layers[2].keys, copy.layers[2].values
+    assert keys.untyped_storage().data_ptr() == values.untyped_storage().data_ptr(), "in one allocation"
+    assert torch.equal(keys[:40], held.layers[2].keys[:40]) and torch.equal(values[:40], held.layers[2].values[:40])
 
 
 def random(*shape, seed=0):

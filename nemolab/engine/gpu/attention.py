@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import torch
 
-from nemolab.engine.attention import QUERY_ROWS, SCORES_BYTES
+from nemolab.engine.attention import QUERY_ROWS
 from nemolab.engine.gpu.layers import PIECE_TOKENS, Norm
 from nemolab.engine.gpu.state import AttentionState
 from nemolab.engine.gpu.weights import CardWeights
 from nemolab.kernels.matvec import ADD
+
+SCORES_BYTES = 40 * 2**20  # float32 scores held at once: no more than a Mamba layer's inputs, whose memory they take
 
 
 class AttentionSteps:
@@ -67,7 +69,7 @@ class AttentionLayer:
     def prompt(self, x: torch.Tensor, state: AttentionState) -> None:
         """x float32 [tokens, hidden] plus the mixer's output, in place; keys and values are appended."""
         tokens, before = x.shape[0], state.tokens
-        state.reserve(tokens)
+        state.reserve(tokens)  # as a rule there is room already: see `CardModel`
         for start in range(0, tokens, PIECE_TOKENS):
             piece = slice(before + start, before + min(start + PIECE_TOKENS, tokens))
             h = self.norm.new(x[start : start + PIECE_TOKENS])

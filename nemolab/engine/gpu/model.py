@@ -13,12 +13,12 @@ from nemolab.engine.gpu.cache_memory import CacheMemory, Finder
 from nemolab.engine.gpu.decoder import Decoder, TokenInput
 from nemolab.engine.gpu.guard import Guard
 from nemolab.engine.gpu.kept import CopyWatcher, KeepingStep, make_step
-from nemolab.engine.gpu.layers import PIECE_TOKENS, MambaLayer, MlpLayer, Norm
+from nemolab.engine.gpu.layers import MambaLayer, MlpLayer, Norm
 from nemolab.engine.gpu.moe import MoeLayer
 from nemolab.engine.gpu.operators import find_operators
 from nemolab.engine.gpu.plan import LOGIT_ROWS, card_dense_bytes
 from nemolab.engine.gpu.prompt_experts import PromptExperts
-from nemolab.engine.gpu.state import empty_state
+from nemolab.engine.gpu.state import AttentionState, empty_state
 from nemolab.engine.gpu.stretches import LONG_PROMPT_TOKENS, Stretches
 from nemolab.engine.gpu.table import ExpertTable, TableKeeper
 from nemolab.engine.gpu.token_parts import TokenParts
@@ -30,6 +30,8 @@ from nemolab.engine.weights import DenseWeights
 from nemolab.errors import EngineError
 from nemolab.kernels.team import Team
 from nemolab.trace import DECODE, PREFILL, Recorder
+
+EMBEDDED_TOKENS = 256  # tokens whose embeddings go up at once
 
 
 class CardModel:
@@ -137,8 +139,12 @@ class CardModel:
         return hidden
 
     def _prompt(self, ids: torch.Tensor, state: State) -> torch.Tensor:
+        # What stays comes first: see `state`.
+        for layer_state in state.layers:
+            if isinstance(layer_state, AttentionState):
+                layer_state.reserve(ids.shape[0])
         x = torch.empty(ids.shape[0], self.config.hidden_size, device=self.device.torch_device)
-        for some, piece in zip(ids.split(PIECE_TOKENS), x.split(PIECE_TOKENS), strict=True):
+        for some, piece in zip(ids.split(EMBEDDED_TOKENS), x.split(EMBEDDED_TOKENS), strict=True):
             piece.copy_(self._embed(some))
         for layer, layer_state in zip(self.layers, state.layers, strict=True):
             layer.prompt(x, layer_state)

@@ -145,8 +145,7 @@ def _prompt_bytes(config, expert_shape: tuple[int, int], tokens: int) -> int:
     attention = h + 6 * queries * piece + scores + 16 * queries * rows
     mlp = h + 6 * config.intermediate_size * piece
     logits = LOGIT_ROWS * (4 * config.vocab_size + 6 * hidden)
-    embeddings = 6 * hidden * piece
-    widest = max(_moe_bytes(config, expert_shape, tokens), _mamba_bytes(config, tokens), attention, mlp, embeddings)
+    widest = max(_moe_bytes(config, expert_shape, tokens), _mamba_bytes(config, tokens), attention, mlp)
     return stream + max(widest, logits)
 
 
