@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from blocks import BLOCK, EXPERTS, LAYERS, TOP_K, interrupt_after, poison, random_blocks, rows_of, write_store
+from blocks import BLOCK, EXPERTS, LAYERS, TOP_K, Gate, interrupt_after, poison, random_blocks, rows_of, write_store
 from live import COUNTS, count_batches, watch
 from stores import quiet
 from synthetic import one_thread, write_checkpoint
 from test_cache_fetch import Table
-from test_prefetch import check_books, failing_reads_of, tell_room
+from test_prefetch import check_books, failing_reads_of, in_thread, tell_room, wait_until
 
 from nemolab.engine import Engine, Trials
 from nemolab.errors import StoreError
@@ -109,6 +109,22 @@ def test_hits_that_leave_for_a_prompt_larger_than_the_cache_are_read_again_and_c
         assert counts["reads"] == 10 and counts["bytes_read"] == 10 * BLOCK, "5, 6 and 7 were there, and had to go"
         assert list(cache._residents.book) == [11, 12, 13, 14]
         check_books(cache, data)
+
+
+def test_a_block_that_leaves_for_a_prompt_while_it_is_read_ahead_is_waited_for_before_its_row_is_used(store, data):
+    with ExpertCache(store, slots=TOP_K, ring=3, prompt_enters=True) as cache:
+        table, gate = Table(cache), Gate(cache, held=[7])
+        cache.prefetch(0, [7])
+        wait_until(lambda: gate.begun, "its read begins")
+        thread, got = in_thread(lambda: stream_all(cache, data, 0, range(7, 15)))
+        thread.join(0.1)
+        assert thread.is_alive() and gate.begun == [7]
+        gate.let_through()
+        thread.join(20)
+        assert got == [list(range(7, 15))] and gate.begun.count(7) == 2, "and read again, since it had to go"
+        table.check(data)
+        counts = cache.stats()["prefill"]
+        assert (counts["prefetch_useful"], counts["prefetch_late"], counts["prefetch_wasted"]) == (1, 1, 0)
 
 
 @pytest.mark.parametrize("how", ["left early", "a read fails"])
