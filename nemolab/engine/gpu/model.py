@@ -64,7 +64,7 @@ class CardModel:
             cache.watcher = CopyWatcher(keeper, step)
         self._parts = TokenParts(config, step, Stretches(device.new_graphs), device, operators)
         self._parts.shared_first = trials.shared_first
-        prompts = PromptExperts(store.expert_shape, cache, self.memory, device, operators)
+        prompts = self._prompts = PromptExperts(store.expert_shape, cache, self.memory, device, operators)
         self._token = TokenInput(config.hidden_size, device)
         attention, ordinal = AttentionSteps(config, device.torch_device, operators, self._token.tokens), 0
         self.layers = []
@@ -97,6 +97,11 @@ class CardModel:
         """What a trial that keeps experts on the card counted; without one, nothing."""
         step = self._parts.step
         return step.counts if isinstance(step, KeepingStep) else {}
+
+    @property
+    def prompt_copies(self) -> int:
+        """Blocks that prompts had copied to the card so far."""
+        return self._prompts.copies
 
     def new_state(self) -> State:
         return empty_state(self.config, self.device.torch_device)

@@ -51,6 +51,7 @@ class PromptExperts:
     """The routed experts of prompt passes, layer by layer, on torch's current stream.
 
     shape  (I, X) of an expert; ring memory of 2 * HALF blocks is taken on the device
+    .copies  blocks queued for copying so far
     """
 
     def __init__(self, shape: tuple[int, int], cache: ExpertCache, memory: CacheMemory, device, operators):
@@ -65,7 +66,7 @@ class PromptExperts:
         self._sources = np.zeros_like(self._to)
         self._copies = device.new_stream()
         self._copied, self._done = ([device.new_event() for _ in range(2)] for _ in range(2))
-        self._turn = 0
+        self._turn = self.copies = 0
         self._told = None
         self._batches = None
         if getattr(device.locker, "copy_batch", None) is not None:
@@ -147,6 +148,7 @@ class PromptExperts:
         else:
             for to, source in zip(self._to[turn].tolist(), self._sources[turn, : len(rows)].tolist(), strict=False):
                 self._device.copy(to, source, self._block_bytes, copies)
+        self.copies += len(rows)
         self._copied[turn].record(copies)
         self._device.main_stream().wait_event(self._copied[turn])
         return turn

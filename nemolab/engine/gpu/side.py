@@ -83,6 +83,7 @@ class CardSide:
         peak             the same at its most: {allocated, reserved, beside, total}_bytes; total counts the planned
                          context where what is beside torch is not known
         kept             of a trial that keeps experts on the card: slots; experts copied, held, copied early
+        prompt_copies    experts that prompts had copied to the card so far
         Without a card (device="twin") found and peak are empty but for the weights.
         """
         found, model = self.device.memory(), self._model
@@ -100,6 +101,7 @@ class CardSide:
             "peak": peak,
             "page_locked_bytes": model.memory.locked_bytes if model else 0,
             "kept": model.kept if model else {},
+            "prompt_copies": model.prompt_copies if model else 0,
         }
 
     def close(self) -> None:
