@@ -100,11 +100,11 @@ def test_bookkeeping_bench_runs_the_real_cache_without_reads(tmp_path):
 
 
 def test_guesses_of_the_bookkeeping_bench_are_right_as_often_as_it_says():
-    from nemolab.measure.bench_bookkeeping import GUESSES_RIGHT, _draw_guesses
+    from nemolab.measure.bench_bookkeeping import GUESSES_RIGHT, draw_guesses
     from nemolab.trace.synthetic import sticky_trace
 
     experts = sticky_trace(200, 4, 64, 6).experts
-    guesses = _draw_guesses(experts, 64, 4)
+    guesses = draw_guesses(experts, 64, 4)
     right = (guesses[..., None] == experts[:, :, None, :]).any(-1).mean()
     by_luck = (1 - GUESSES_RIGHT) * 6 / 64
     assert guesses.shape == (200, 4, 4) and right == pytest.approx(GUESSES_RIGHT + by_luck, abs=0.02)

@@ -8,12 +8,13 @@ import torch
 from faults import run_cli
 from synthetic import write_checkpoint
 
+from nemolab.engine import Engine
 from nemolab.errors import UsageError
 from nemolab.measure import bench_card_decode, disk_floor, forced_routing, gpu_floors, record
 from nemolab.measure import bench_card_memory as memory_bench
 from nemolab.measure.bench_card_decode import bench_card_decode as run_decode
 from nemolab.measure.bench_card_memory import Watch, bench_card_memory
-from nemolab.measure.bench_card_prefill import bench_card_prefill
+from nemolab.measure.bench_card_prefill import bench_card_prefill, rewind
 from nemolab.measure.torch_products import dense_shapes, time_experts
 from nemolab.measure.transfer import STRATEGIES, count_crossing
 from nemolab.store import Store, ensure_store
@@ -56,6 +57,7 @@ def test_decode_counts_what_each_strategy_moves(store, tmp_path):
         assert found[f"{name}_of_floor"] == pytest.approx(found[f"{name}_ms"] / said["floor_ms"])
         assert len(record(**rows[name], folder=tmp_path)["values"]) == 3
     assert found["same_bits"] and rows["pull"]["settings"]["in_turns"]
+    assert found["compared_tokens"] == rows["pull"]["settings"]["compared_tokens"] == 2
     assert [rows[f"{of}_bandwidth"]["unit"] for of in ("read", "disk", "copy", "in_place")] == ["GB/s"] * 4
 
 
@@ -77,6 +79,21 @@ def test_decode_with_all_cached_reads_nothing(store):
     found = decode(store, cached=1.0)
     assert found["pull_hit_rate"] == 1 and found["pull_reads"] == 0
     assert found["rows"][0]["settings"]["disk_ms"] == 0
+
+
+def test_decode_of_one_case_compares_no_bits(store):
+    found = decode(store, own=True)
+    assert found["same_bits"] is None and found["compared_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    ("rates", "steady"), [((0.1, 0.9, 0.1, 0.9, 0.1, 0.5), False), ((0.1, 0.9, 0.2, 0.5, 0.5, 0.4), True)]
+)
+def test_a_warm_up_that_settles_in_its_last_stretch_is_steady(store, monkeypatch, rates, steady):
+    told = iter(rates)
+    monkeypatch.setattr(bench_card_decode, "_hit_rate", lambda before, after: next(told, 0.5))
+    said = decode(store, own=True)["rows"][0]["settings"]
+    assert said["warm_up_tokens"] == bench_card_decode.LONGEST_WARM_UP == 12 and said["steady"] is steady
 
 
 def test_decode_follows_the_models_own_routers(store):
@@ -172,6 +189,7 @@ def test_prefill_counts_experts_that_cross_and_those_needed(store, tmp_path):
     assert found["cached_crossed_once"] and found["disk_crossed_once"]
     assert cached["bytes_read"] == 0 and "disk_read_ms" not in cached
     assert disk["misses"] == found["needed"] and disk["bytes_read"] == found["needed"] * store.block_bytes
+    assert found["cached_crossed"] == found["disk_crossed"] == found["needed"]
     crossed = found["needed"] * WIDTH * WIDTH * 9 // 8
     for said in (cached, disk):
         assert said["crossed_bytes"] == crossed and said["floor_ms"] == max(
@@ -182,6 +200,25 @@ def test_prefill_counts_experts_that_cross_and_those_needed(store, tmp_path):
     assert len(bench_card_prefill(store.path, device="twin", tokens=7, repeats=3, from_disk=False)["rows"]) == 3
     with pytest.raises(UsageError, match="no bus to cross"):
         bench_card_prefill(store.path, device="cpu")
+
+
+def test_a_block_that_is_copied_twice_is_counted_twice(store, monkeypatch):
+    from nemolab.engine.gpu.prompt_experts import PromptExperts
+
+    copy = PromptExperts._copy
+    monkeypatch.setattr(PromptExperts, "_copy", lambda prompts, rows: (copy(prompts, rows), copy(prompts, rows))[1])
+    found = bench_card_prefill(store.path, device="twin", tokens=7, repeats=3, from_disk=False)
+    assert found["cached_crossed"] == 2 * found["needed"] and not found["cached_crossed_once"]
+    assert found["cached_copy_ms"] == pytest.approx(2e-6 * found["needed"] * store.payload_bytes / found["copy_gb_s"])
+
+
+def test_a_rewound_conversation_gives_what_a_new_one_gives(store):
+    with Engine(None, store=store, device="twin") as engine:
+        state, ids = engine.new_state(), list(range(9))
+        first = engine.last_logits(ids, state)
+        assert not torch.equal(engine.last_logits(ids, state), first)
+        rewind(state)
+        assert torch.equal(engine.last_logits(ids, state), first) and state.tokens == 9
 
 
 def test_torch_multiplies_the_matrices_that_the_engine_does(store):
@@ -209,6 +246,8 @@ def test_every_expert_with_tokens_is_multiplied_twice(store, monkeypatch):
 class FakeMeter:
     """A card of which 100 bytes are others', and more and more is ours."""
 
+    touched = False
+
     def __init__(self, step_bytes: int = 2**20):
         self.asked, self._step_bytes = 0, step_bytes
 
@@ -234,6 +273,30 @@ def test_a_peak_between_two_looks_at_the_engine_is_seen():
     assert watch.most_bytes["load"] == watch.asked * 2**20
 
 
+class FailingMeter(FakeMeter):
+    def used_bytes(self) -> int:
+        if self.asked == 2:
+            raise OSError("nvmlDeviceGetMemoryInfo failed with status 15")
+        return super().used_bytes()
+
+
+def test_a_driver_that_ceases_to_tell_is_no_peak(store):
+    with pytest.raises(UsageError, match=r"does not tell any more what is in use \(nvml.* status 15\)"):
+        bench_card_memory(store.path, device="twin", vram_gib=1, prompt_tokens=5, tokens=2, meter=FailingMeter())
+    watch = Watch(FailingMeter())
+    with watch.phase("load"):
+        pass
+    with pytest.raises(ValueError, match="of the work itself"), watch.phase("prompt"):
+        raise ValueError("of the work itself")
+
+
+def test_a_process_that_used_the_card_before_is_not_measured(store):
+    meter = FakeMeter()
+    meter.touched = True
+    with pytest.raises(UsageError, match="used the card already, .* a process of its own"):
+        bench_card_memory(store.path, device="twin", meter=meter)
+
+
 def test_memory_needs_a_driver_that_tells(store):
     with pytest.raises(UsageError, match="'twin' has no memory of its own"):
         bench_card_memory(store.path, device="twin")
@@ -256,7 +319,7 @@ def test_the_command_refuses_on_the_cpu_what_is_for_cards():
 
 
 def test_the_command_fails_where_memory_was_exceeded(store, monkeypatch):
-    monkeypatch.setattr(memory_bench, "_open_meter", lambda device: FakeMeter(step_bytes=2**31))
+    monkeypatch.setattr(memory_bench, "open_meter", lambda device: FakeMeter(step_bytes=2**31))
     words = ("card-memory", store.path, "--device", "twin", "--vram-gib", 1, "--prompt", 5, "--tokens", 1)
     code, out, err = run_cli("bench", *words)
     assert code == 1 and "GiB were in use, 1 allowed" in err and "within_budget" in out

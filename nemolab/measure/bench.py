@@ -124,7 +124,7 @@ def bench_expert(
     decoded = []
     with Team(threads) as team, torch.no_grad():
         for block in blocks:
-            _fill_block(form.views(block), active, random)
+            fill_block(form.views(block), active, random)
             views = [torch.from_numpy(plane) for plane in form.views(block)]
             up = decode_rows(team, views[0], views[1], 1e-3)
             decoded.append((up, decode_rows(team, *published_down_torch(views[2], views[3]), 1e-3)))
@@ -225,7 +225,7 @@ def _with_threads(threads: int, run):
     return call
 
 
-def _fill_block(views, active: float, random) -> None:
+def fill_block(views, active: float, random) -> None:
     """Random codes and scales; for a positive x exactly round(active * I) neurons of up come out positive."""
     import numpy as np
 

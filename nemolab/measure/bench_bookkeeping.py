@@ -50,7 +50,7 @@ def bench_bookkeeping(
     layers, experts, top_k = shape
     slots = max(top_k, round(CACHED_SHARE * layers * experts))
     trace = sticky_trace(warm_up + tokens * repeats, layers, experts, top_k)
-    guesses = _draw_guesses(trace.experts, experts, prefetch)
+    guesses = draw_guesses(trace.experts, experts, prefetch)
     plain, fetched, ahead = (_Bookkeeping(slots, shape, policy) for _ in range(3))
     decisions = _Decisions(slots, shape, plain.policy)
     try:
@@ -177,7 +177,7 @@ class _NothingIsRead:
         self._under_way.clear()
 
 
-def _draw_guesses(experts: np.ndarray, n_experts: int, n: int) -> np.ndarray:
+def draw_guesses(experts: np.ndarray, n_experts: int, n: int) -> np.ndarray:
     """(tokens, layers, n): a layer's own first choices, some exchanged for any expert at random."""
     random = np.random.default_rng(0)
     guesses = experts[:, :, :n].copy()

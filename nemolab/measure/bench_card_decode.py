@@ -8,7 +8,8 @@ bus and dense weights take one after the other is reported, too.
 
 A synthetic checkpoint's routers route like nobody's, so tokens are sent where a trace says (`forced_routing`). Engines
 stay open side by side and take turns where memory allows, else one follows the other; bandwidths are measured between
-the samples of each. All must give the same logits, to the bit.
+the samples of each. All must give the same logits, to the bit, for the first tokens of the warm-up: as many as make a
+sample (`compared_tokens`), since engines that warm up for different times have no more in common.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def bench_card_decode(
     trace      a routing trace to follow; own: follow the model's own routers; neither: synthetic draws
     returns    for each case (<strategy>, <strategy>_<trial>): <case>_ms (median), <case>_floor_ms, <case>_of_floor,
                <case>_hit_rate, <case>_reads (a token) and more; copy_gb_s, in_place_gb_s, disk_gb_s, read_gb_s;
-               same_bits; rows
+               same_bits (None with one case: nothing to compare), compared_tokens (whose logits were); rows
     Raises UsageError for settings that cannot be, and when two strategies give different logits.
     """
     from nemolab.engine.arguments import find_store
@@ -90,7 +91,7 @@ def bench_card_decode(
     }
     with open_bus(card) as bus, DiskFloor(store) as disk:
         shared = {"read": own_read_gb_s(card, repeats), "disk": []}
-        _free_card(card)
+        card.release()  # what torch keeps of memory that a floor was measured on would stand in an engine's way
         cases = [(transfer, trial) for trial in ({}, *trials) for transfer in transfers]
         runs = [_Run(store, routing, tokens, transfer, dict(trial), settings) for transfer, trial in cases]
         together = len(runs) > 1 and vram_gib is None and _fit_together(store, slots, len(runs))
@@ -112,6 +113,7 @@ def bench_card_decode(
         "vram_gib": vram_gib,
         "routing": routing.name,
         "tokens": tokens,
+        "compared_tokens": tokens if len(runs) > 1 else 0,
         "in_turns": together,
         "reads_are": disk.mode,
     }
@@ -157,14 +159,14 @@ class _Run:
     def warm_up(self) -> None:
         """Until what the cache holds no longer changes what hits; the first stretch's logits are kept as a hash."""
         whole = self.settings["ram_cache_slots"] == self.store.n_layers * self.store.n_experts
-        digest, rates, used = hashlib.sha256(), [], 0
+        digest, rates, used, steady = hashlib.sha256(), [], 0, False
         if whole:
             fill = every_expert_once(self.store, self.settings["prefetch"])
             for token in range(len(fill.experts)):
                 fill.send(self.engine, token)
                 self._step()
             self.engine.force_routing(None, None)
-        while used < LONGEST_WARM_UP:
+        while used < LONGEST_WARM_UP and not steady:
             before = self._counts()
             for _ in range(self.tokens):
                 logits = self._step(send=True)
@@ -172,10 +174,9 @@ class _Run:
                     digest.update(logits.numpy().tobytes())
             used += self.tokens
             rates.append(_hit_rate(before, self._counts()))
-            if len(rates) >= 4 and abs(rates[-1] - statistics.mean(rates[-4:-1])) <= STEADY:
-                break
+            steady = len(rates) >= 4 and abs(rates[-1] - statistics.mean(rates[-4:-1])) <= STEADY
         self.bits = digest.hexdigest()
-        self.found |= {"warm_up_tokens": used, "steady": used < LONGEST_WARM_UP}
+        self.found |= {"warm_up_tokens": used, "steady": steady}
         self._before, self._kept_before = self._counts(), self._kept()
 
     def sample(self, bus) -> None:
@@ -296,7 +297,9 @@ def _answer(kind: str, runs: list[_Run], shared: dict[str, list[float]], facts: 
         other = name_case(run.transfer, {}) if run.trial else runs[0].name
         if run.name != other:
             answer[f"{other}_is_faster_than_{run.name}"] = answer[f"{run.name}_ms"] / answer[f"{other}_ms"]
-    return answer | {"same_bits": True, "routing": facts["routing"], "rows": rows}
+    compared = facts["compared_tokens"]
+    answer |= {"same_bits": True if compared else None, "compared_tokens": compared}
+    return answer | {"routing": facts["routing"], "rows": rows}
 
 
 def _hit_rate(before: dict[str, int], after: dict[str, int]) -> float:
@@ -305,19 +308,12 @@ def _hit_rate(before: dict[str, int], after: dict[str, int]) -> float:
 
 def _fit_together(store, slots: int, engines: int) -> bool:
     """Is there memory for so many engines at once?"""
+    from nemolab.engine.gpu.plan import host_dense_bytes
     from nemolab.store.cache import RING
     from nemolab.system.memory import read_memory
 
-    of_each = (slots + 2 * RING) * store.block_bytes + store.dense["backbone.embeddings"].nbytes
+    of_each = (slots + 2 * RING) * store.block_bytes + host_dense_bytes(store)
     return engines * of_each <= read_memory().room_bytes
-
-
-def _free_card(card) -> None:
-    """What torch keeps of memory that a floor was measured on would stand in an engine's way."""
-    if card.torch_device.type == "cuda":
-        import torch
-
-        torch.cuda.empty_cache()
 
 
 def _check(transfers, cached, tokens, repeats, trace, own) -> None:

@@ -2,7 +2,8 @@
 
 A thread asks the driver's management library all the while: what is in use by everybody, less what was in use before
 this process touched the card. So nothing of ours is left out, whoever allocated it: weights, states, what torch keeps,
-kernels, graphs, the driver's own. Other programs that come meanwhile would be counted, too.
+kernels, graphs, the driver's own. Nor is anything told apart: another program that comes meanwhile makes the peak too
+large, one that ends makes it too small, so the card must be left to this process while it is measured.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from nemolab.errors import UsageError
+
+if TYPE_CHECKING:
+    from nemolab.system.nvml import CardMeter
 
 ASK_EVERY_S = 0.002
 
@@ -35,22 +39,23 @@ def bench_card_memory(
     """The most that is in use while a model is loaded, reads a long prompt and writes behind it.
 
     path      a checkpoint or a store; vram_gib  what the engine is allowed
-    meter     something with used_bytes(), instead of the driver's library
+    meter     something with .touched and used_bytes(), instead of the driver's library
     returns   load_gib, prompt_gib, decode_gib, peak_gib; budget_gib and within_budget; planned_gib and found_gib (the
               peak by the engine's own account); prompt_s, decode_ms (a token); asked (how often); rows
-    Raises UsageError where the driver does not tell, and for settings that cannot be.
+    Raises UsageError where the driver does not tell or ceases to, in a process that has used the card already (what it
+    holds would be taken for others'), and for settings that cannot be.
     """
     from nemolab.engine import Engine
     from nemolab.engine.arguments import find_store
 
     if prompt_tokens < 1 or tokens < 1:
         raise UsageError(f"a prompt of {prompt_tokens} tokens and {tokens} behind it; 1 of each is needed at least")
-    watch, store = Watch(meter or _open_meter(device)), find_store(path, None, "neuron")
+    watch, store = Watch(meter or open_meter(device)), find_store(path, None, "neuron")
     ids = np.random.default_rng(0).integers(store.config.vocab_size, size=prompt_tokens + tokens).tolist()
     settings = {"device": device, "vram_gib": vram_gib, "transfer": transfer, "prefetch": prefetch}
-    with watch.phase("load"):
-        engine = Engine(None, store=store, **settings)
-    with engine:
+    with ExitStack() as stack:
+        with watch.phase("load"):
+            engine = stack.enter_context(Engine(None, store=store, **settings))
         state, started = engine.new_state(), time.perf_counter()
         with watch.phase("prompt"):
             engine.last_logits(ids[:prompt_tokens], state)
@@ -91,12 +96,22 @@ def bench_card_memory(
 
 
 class Watch:
-    """Asks how much is in use beyond what is in use when it is made. .most_bytes  by phase; .asked  how often"""
+    """Asks how much is in use beyond what is in use when it is made.
+
+    .most_bytes  by phase; .asked  how often
+    Raises UsageError where this process has used the card before, and at the end of a phase in which asking failed.
+    """
 
     def __init__(self, meter):
+        if meter.touched:
+            raise UsageError(
+                "this process has used the card already, and what it holds there cannot be told from what other "
+                "programs hold; measure in a process of its own (nemolab bench card-memory)"
+            )
         self._meter, self._others_bytes = meter, meter.used_bytes()
         self.most_bytes: dict[str, int] = {}
         self.asked = 0
+        self._problem: Exception | None = None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -108,17 +123,27 @@ class Watch:
         finally:
             done.set()
             thread.join()
+        if self._problem is not None:  # the most that was seen until then would be taken for the peak
+            raise UsageError(
+                f"{name}: the driver does not tell any more what is in use ({self._problem}), so that the peak is not "
+                "known; measure again"
+            ) from self._problem
 
     def _ask_until(self, name: str, done: threading.Event) -> None:
         last = False
         while not last:  # once more behind the end: what is held then counts, too
             last = done.wait(ASK_EVERY_S)
-            used_bytes = self._meter.used_bytes() - self._others_bytes
+            try:
+                used_bytes = self._meter.used_bytes() - self._others_bytes
+            except Exception as problem:
+                self._problem = problem
+                return
             self.most_bytes[name] = max(self.most_bytes[name], used_bytes)
             self.asked += 1
 
 
-def _open_meter(device: str):
+def open_meter(device: str) -> CardMeter:
+    """Asks the driver about a card that this process need not have used. Raises UsageError."""
     from nemolab.system.nvml import CardMeter
 
     kind, _, index = device.partition(":")

@@ -3,6 +3,9 @@
 Each expert that a layer's tokens need crosses the bus once, copied whole from page-locked memory: its bytes over the
 bandwidth of a plain copy are one floor, torch's own BF16 products of the same shapes the other, both of the same run.
 The pass is timed with all experts in RAM, and once more with none, when the disk's direct reads are a third floor.
+
+All passes of an engine are those of one conversation that is rewound: a new one would have torch give back what it
+keeps, and the pass would be timed with the allocations that follow.
 """
 
 from __future__ import annotations
@@ -22,6 +25,10 @@ from nemolab.measure.gpu_floors import open_bus
 from nemolab.measure.torch_products import time_dense, time_experts
 from nemolab.progress import say
 
+# Passes with all experts on disk, whatever was asked for: each reads nearly all experts of the model, which takes a
+# minute of many a disk, and direct reads spread little.
+DISK_REPEATS = 3
+
 
 def bench_card_prefill(
     path: str | Path,
@@ -34,11 +41,13 @@ def bench_card_prefill(
 ) -> dict[str, Any]:
     """Milliseconds of a prompt's pass with all experts in RAM, and with all of them on disk.
 
-    path       a checkpoint or a store; tokens  of the prompt, at random; repeats  samples
+    path       a checkpoint or a store; tokens  of the prompt, at random
+    repeats    samples, with all experts on disk DISK_REPEATS
     from_disk  False: only with all experts in RAM
     returns    cached_ms and disk_ms (medians), copy_ms, torch_ms, disk_read_ms (the floors), cached_of_floor and
-               disk_of_floor (of the longest that applies), needed (experts, summed over layers), crossed (expert copies
-               a pass), crossed_once, rows
+               disk_of_floor (of the longest that applies), needed (experts, summed over layers), cached_crossed and
+               disk_crossed (blocks queued for copying to the card, a pass), cached_crossed_once and disk_crossed_once
+               (as many as are needed), rows
     Raises UsageError for settings that cannot be.
     """
     from nemolab.engine.arguments import find_store
@@ -62,7 +71,7 @@ def bench_card_prefill(
         if from_disk:
             say("prefill, experts on disk")
             between |= {"disk_bandwidth": floor.gb_s}
-            disk, _ = _measure(ids, 3, samples, between, cached=False, ram_cache_slots=top_k, **settings)
+            disk, _ = _measure(ids, DISK_REPEATS, samples, between, cached=False, ram_cache_slots=top_k, **settings)
             samples["disk"] = samples.pop("ms")
     there = card.torch_device
     dense, experts = time_dense(store, tokens, there, repeats), time_experts(store, pairs, there, repeats)
@@ -113,17 +122,18 @@ def _measure(
                 engine.last_logits(ids, engine.new_state())
             experts, width = recorder.trace().experts, store.n_experts
             counts = np.stack([np.bincount(experts[:, n].ravel(), minlength=width) for n in range(store.n_layers)])
-        engine.last_logits(ids, engine.new_state())  # compiles what has to be compiled
-        before, samples["ms"] = engine.stats()["prefill"], []
+        state = engine.new_state()
+        engine.last_logits(ids, state)  # compiles what has to be compiled, takes what memory is needed
+        before, samples["ms"] = _counts(engine), []
         for _ in range(repeats):
-            state = engine.new_state()
+            rewind(state)
             started = time.perf_counter()
             engine.last_logits(ids, state)
             samples["ms"].append(1e3 * (time.perf_counter() - started))
             for name, measure in between.items():
                 samples.setdefault(name, []).append(measure())
-        after, memory = engine.stats()["prefill"], engine.memory()["card"]
-    found = {name: (after[name] - before[name]) / repeats for name in ("lookups", "misses", "bytes_read")}
+        after, memory = _counts(engine), engine.memory()["card"]
+    found = {name: (after[name] - before[name]) / repeats for name in ("crossed", "lookups", "misses", "bytes_read")}
     found |= {
         "page_locked_bytes": memory["page_locked_bytes"],
         "pass_tokens": memory["planned"]["pass_tokens"],
@@ -131,14 +141,32 @@ def _measure(
     return found | {"vram_planned": memory["planned"], "vram_peak": memory["peak"]}, counts
 
 
+def _counts(engine) -> dict[str, int]:
+    """What the cache's lookups count, and blocks that were really queued for copying: an engine could look up one and
+    copy it twice."""
+    return engine.stats()["prefill"] | {"crossed": engine.memory()["card"]["prompt_copies"]}
+
+
+def rewind(state) -> None:
+    """A conversation's state before its first token once more, in the memory that it has."""
+    from nemolab.engine.state import MambaState
+
+    for layer in state.layers:
+        if isinstance(layer, MambaState):
+            layer.conv.zero_()
+            layer.ssm.zero_()
+        elif layer is not None:
+            layer.tokens = 0
+    state.tokens = 0
+
+
 def _answer(kind: str, store, samples: dict[str, list[float]], found: dict[str, dict], facts: dict) -> dict[str, Any]:
     """Medians, ratios, rows. kind: of the rows' names; twins' are no card's."""
     middle = {name: statistics.median(values) for name, values in samples.items()}
-    inter, width = store.expert_shape
     answer: dict[str, Any] = {}
     rows = []
     for name, counted in found.items():
-        crossed_bytes = counted["lookups"] * inter * width * 9 // 8
+        crossed_bytes = counted["crossed"] * store.payload_bytes
         floors = {"copy_ms": 1e-6 * crossed_bytes / middle["copy"], "torch_ms": middle["torch"]}
         if counted["bytes_read"]:
             floors["disk_read_ms"] = 1e-6 * counted["bytes_read"] / middle["disk_bandwidth"]
@@ -148,8 +176,8 @@ def _answer(kind: str, store, samples: dict[str, list[float]], found: dict[str, 
         settings["disk_gb_s"] = middle.get("disk_bandwidth")
         answer |= {f"{name}_ms": middle[name], f"{name}_tok_s": 1e3 * facts["tokens"] / middle[name]}
         answer |= {f"{name}_{floor}": value for floor, value in floors.items()}
-        answer |= {f"{name}_of_floor": middle[name] / floors[bound], f"{name}_crossed": counted["lookups"]}
-        answer[f"{name}_crossed_once"] = counted["lookups"] == facts["needed"]
+        answer |= {f"{name}_of_floor": middle[name] / floors[bound], f"{name}_crossed": counted["crossed"]}
+        answer[f"{name}_crossed_once"] = counted["crossed"] == facts["needed"]
         rows.append({"name": f"{kind}.{name}", "values": samples[name], "unit": "ms", "settings": settings})
     units = {"torch": ("torch", "ms"), "copy": ("copy_bandwidth", "GB/s"), "disk_bandwidth": ("disk_bandwidth", "GB/s")}
     for name in [name for name in units if name in samples]:

@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 from nemolab.errors import UsageError
-from nemolab.measure.bench import SHAPES, _fill_block
+from nemolab.measure.bench import SHAPES, fill_block
 from nemolab.measure.gpu_floors import COPIES, COPY_BYTES, STREAM_BYTES, CardBus, need_card
 from nemolab.measure.transfer import count_crossing
 
@@ -85,7 +85,7 @@ class _Bench:
         self.random = np.random.default_rng(0)
         for row in range(rows):
             if row < _DISTINCT:
-                _fill_block(self.form.views(self.arena.rows[row]), active, self.random)
+                fill_block(self.form.views(self.arena.rows[row]), active, self.random)
             else:
                 self.arena.rows[row] = self.arena.rows[row % _DISTINCT]
         self.lock = PageLock(address(self.arena.rows), self.arena.reserved_bytes, block_bytes, self.driver)

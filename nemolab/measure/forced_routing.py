@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from nemolab.errors import UsageError
-from nemolab.measure.bench_bookkeeping import GUESSES_RIGHT, _draw_guesses
+from nemolab.measure.bench_bookkeeping import GUESSES_RIGHT, draw_guesses
 from nemolab.trace import DECODE, open_trace
 from nemolab.trace.synthetic import sticky_trace
 
@@ -82,7 +82,7 @@ def recorded_routing(path: str | Path, store, prefetch: int) -> Routing:
 def _guess(experts: np.ndarray, store, prefetch: int) -> np.ndarray | None:
     if not prefetch:
         return None
-    guesses = _draw_guesses(experts, store.n_experts, prefetch)
+    guesses = draw_guesses(experts, store.n_experts, prefetch)
     for rank in range(1, guesses.shape[2]):  # an expert is guessed once: one drawn again gives way to its neighbour
         mine, before = guesses[:, :, rank], guesses[:, :, :rank]
         while (again := (before == mine[:, :, None]).any(-1)).any():
