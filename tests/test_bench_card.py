@@ -305,7 +305,7 @@ def test_memory_needs_a_driver_that_tells(store):
 
 
 def test_the_command_shows_a_line_for_each_case(store):
-    words = ("decode", store.path, "--device", "twin", "--tokens", 2, "--repeats", 3, "--prefetch", 1)
+    words = ("decode", store.path, "--device", "twin", "--tokens", 2, "--repeats", 3, "--prefetch", 1, "--vram", "4GiB")
     code, out, err = run_cli("bench", *words, "--cached", 0.5, "--transfer", "rows", "--trial", "shared_first=1")
     assert code == 0, err
     headers, plain, tried = out.splitlines()[:3]
@@ -320,6 +320,6 @@ def test_the_command_refuses_on_the_cpu_what_is_for_cards():
 
 def test_the_command_fails_where_memory_was_exceeded(store, monkeypatch):
     monkeypatch.setattr(memory_bench, "open_meter", lambda device: FakeMeter(step_bytes=2**31))
-    words = ("card-memory", store.path, "--device", "twin", "--vram-gib", 1, "--prompt", 5, "--tokens", 1)
+    words = ("card-memory", store.path, "--device", "twin", "--vram", "1GiB", "--prompt", 5, "--tokens", 1)
     code, out, err = run_cli("bench", *words)
     assert code == 1 and "GiB were in use, 1 allowed" in err and "within_budget" in out

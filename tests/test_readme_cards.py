@@ -42,10 +42,11 @@ def test_decode_by_strategy_and_share_with_its_floors():
 
 def test_prompts_with_experts_in_ram_and_on_disk():
     said = MODEL | {"tokens": 2048, "needed": 4000, "lookups": 4000.0, "copy_ms": 57.0, "torch_ms": 16.0}
-    record("card_prefill.cached", [80, 82, 90], "ms", said | {"floor_ms": 57.0, "copy_gb_s": 55.25})
+    record("card_prefill.cached", [80, 82, 90], "ms", said | {"floor_ms": 57.0, "copy_gb_s": 55.25, "crossed": 4003.0})
     record("card_prefill.disk", [1400], "ms", said | {"floor_ms": 1300.0, "copy_gb_s": 55.25, "disk_read_ms": 1300.0})
     ram, disk = cards.prefill_table().splitlines()[-2:]
-    assert ram == "| RAM | 2,048 | 4,000 | 4,000 | 82 (80 to 90) | 57 | 16 |  | 1.44 | 3 |"
+    assert ram == "| RAM | 2,048 | 4,000 | 4,003 | 82 (80 to 90) | 57 | 16 |  | 1.44 | 3 |"
+    assert disk.startswith("| disk | 2,048 | 4,000 | 4,000 |"), "as older rows have it"
     assert disk.endswith("| 57 | 16 | 1,300 | 1.08 | 1 |")
 
 

@@ -6,7 +6,16 @@ import click
 
 from nemolab.commands.bench_card import card_memory, decode_table, linear, moe_step, parse_trial, prefill
 from nemolab.commands.measured import answer_with_rows, plain
-from nemolab.commands.verb import Answer, FiniteRange, PathName, checkpoint_argument, refuse_rows_of_twins, table, verb
+from nemolab.commands.verb import (
+    Answer,
+    FiniteRange,
+    PathName,
+    checkpoint_argument,
+    refuse_rows_of_twins,
+    table,
+    verb,
+    vram_option,
+)
 from nemolab.errors import UsageError
 
 
@@ -51,7 +60,7 @@ def common_options(function: Callable) -> Callable:
     "--cached", type=FiniteRange(0, 1, min_open=True), default=None, help="Share of experts in RAM. [default: 0.24]"
 )
 @click.option("--prefetch", type=click.IntRange(min=0), default=None, help="Guesses read ahead. [default: 4]")
-@click.option("--vram-gib", type=FiniteRange(min=0, min_open=True), default=None, help="Of the card's memory.")
+@vram_option()
 @click.option("--trace", type=PathName(), default=None, metavar="FILE", help="Send tokens where a trace did.")
 @click.option(
     "--trial",
@@ -77,7 +86,7 @@ def decode(path, tokens, device, repeats, threads, record, **on_a_card):
       nemolab bench decode
       nemolab bench decode --repeats 15 --record --json
       nemolab bench decode --device cuda --own-routing
-      nemolab bench decode /nvme/super --device cuda --transfer all --vram-gib 8 --record
+      nemolab bench decode /nvme/super --device cuda --transfer all --vram 8GiB --record
       nemolab bench decode /nvme/super --device cuda --transfer rows --trial kept_gib=2 --trial speculate=4
     """
     given = {name: value for name, value in on_a_card.items() if value not in (None, ())}
@@ -85,7 +94,7 @@ def decode(path, tokens, device, repeats, threads, record, **on_a_card):
         from nemolab.measure.bench import bench_decode
 
         if given:
-            words = {"own": "own-routing", "trials": "trial", "vram_gib": "vram-gib"}
+            words = {"own": "own-routing", "trials": "trial"}
             names = ", ".join(f"--{words.get(name, name)}" for name in given)
             raise UsageError(f"{names}: for an engine on a card; add --device cuda")
         return answer_with_rows(bench_decode(path, tokens=tokens or 64, repeats=repeats, threads=threads), record)
@@ -94,6 +103,7 @@ def decode(path, tokens, device, repeats, threads, record, **on_a_card):
 
     transfer = given.pop("transfer", "pull")
     given["transfers"] = STRATEGIES if transfer == "all" else (transfer,)
+    given["vram_gib"] = given.pop("vram", None)
     given["trials"] = [parse_trial(word) for word in given.pop("trials", ())]
     refuse_rows_of_twins(record, device)
     data = bench_card_decode(path, device=device, tokens=tokens or 16, repeats=repeats, threads=threads, **given)

@@ -5,7 +5,7 @@ import statistics
 import click
 
 from nemolab.commands.measured import answer_with_rows
-from nemolab.commands.verb import Answer, FiniteRange, checkpoint_argument, refuse_rows_of_twins, verb
+from nemolab.commands.verb import Answer, checkpoint_argument, refuse_rows_of_twins, verb, vram_option
 from nemolab.errors import UsageError
 
 
@@ -13,11 +13,11 @@ from nemolab.errors import UsageError
 @checkpoint_argument
 @click.option("--device", default="cuda", show_default=True, metavar="cuda|cuda:1", help="Which card.")
 @click.option("--tokens", type=click.IntRange(min=1), default=2048, show_default=True, help="Of the prompt.")
-@click.option("--vram-gib", type=FiniteRange(min=0, min_open=True), default=None, help="Of the card's memory.")
+@vram_option()
 @click.option("--from-disk/--from-ram", default=True, show_default=True, help="Once more with no expert in RAM, too.")
 @click.option("--repeats", type=click.IntRange(min=3), default=5, show_default=True, help="Rounds.")
 @click.option("--record", is_flag=True, help="Keep the samples as rows in data/measurements.")
-def prefill(path, device, tokens, vram_gib, from_disk, repeats, record):
+def prefill(path, device, tokens, vram, from_disk, repeats, record):
     """A prompt's pass through all layers of a card.
 
     Every expert that the prompt needs crosses the bus once, so one floor is their bytes over the bandwidth of a plain
@@ -27,26 +27,24 @@ def prefill(path, device, tokens, vram_gib, from_disk, repeats, record):
     \b
     Examples:
       nemolab bench prefill --tokens 512
-      nemolab bench prefill /nvme/super --vram-gib 8 --record --json
+      nemolab bench prefill /nvme/super --vram 8GiB --record --json
     """
     from nemolab.measure.bench_card_prefill import bench_card_prefill
 
     refuse_rows_of_twins(record, device)
-    data = bench_card_prefill(
-        path, device=device, tokens=tokens, repeats=repeats, vram_gib=vram_gib, from_disk=from_disk
-    )
+    data = bench_card_prefill(path, device=device, tokens=tokens, repeats=repeats, vram_gib=vram, from_disk=from_disk)
     return answer_with_rows(data, record)
 
 
 @verb("card-memory")
 @checkpoint_argument
 @click.option("--device", default="cuda", show_default=True, metavar="cuda|cuda:1", help="Which card.")
-@click.option("--vram-gib", type=FiniteRange(min=0, min_open=True), default=8.0, show_default=True, help="Allowed.")
+@vram_option("8GiB")
 @click.option("--prompt", "prompt_tokens", type=click.IntRange(min=1), default=8192, show_default=True, help="Tokens.")
 @click.option("--tokens", type=click.IntRange(min=1), default=16, show_default=True, help="Fed behind the prompt.")
 @click.option("--transfer", default="pull", show_default=True, metavar="pull|rows|grouped|whole")
 @click.option("--record", is_flag=True, help="Keep the figures as rows in data/measurements.")
-def card_memory(path, device, vram_gib, prompt_tokens, tokens, transfer, record):
+def card_memory(path, device, vram, prompt_tokens, tokens, transfer, record):
     """Does a long prompt stay within the memory that was allowed?
 
     The driver is asked every 2 ms how much of the card is in use, while the model is loaded, reads the prompt and goes
@@ -55,15 +53,15 @@ def card_memory(path, device, vram_gib, prompt_tokens, tokens, transfer, record)
 
     \b
     Examples:
-      nemolab bench card-memory --vram-gib 1
-      nemolab bench card-memory /nvme/super --vram-gib 8 --record --json
+      nemolab bench card-memory --vram 1GiB
+      nemolab bench card-memory /nvme/super --vram 8GiB --record --json
     """
     from nemolab.measure.bench_card_memory import bench_card_memory
 
     data = bench_card_memory(
-        path, device=device, vram_gib=vram_gib, prompt_tokens=prompt_tokens, tokens=tokens, transfer=transfer
+        path, device=device, vram_gib=vram, prompt_tokens=prompt_tokens, tokens=tokens, transfer=transfer
     )
-    over = "" if data["within_budget"] else f"{data['peak_gib']:.3f} GiB were in use, {vram_gib:g} allowed"
+    over = "" if data["within_budget"] else f"{data['peak_gib']:.3f} GiB were in use, {vram:g} allowed"
     answer = answer_with_rows(data, record)
     return Answer(answer.data, answer.text, over)
 

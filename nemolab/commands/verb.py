@@ -205,7 +205,7 @@ def sampling_options(function: Callable) -> Callable:
 def device_options(function: Callable) -> Callable:
     """--device, --transfer, --vram: where a model runs, as `Engine` takes it."""
     for option in (
-        click.option("--vram", callback=_vram, metavar="SIZE", help="Of a card's memory, such as 8GiB. Default: all."),
+        vram_option(),
         click.option(
             "--transfer", metavar="WAY", help="How experts reach a card: pull (default), rows, grouped, whole."
         ),
@@ -213,6 +213,12 @@ def device_options(function: Callable) -> Callable:
     ):
         function = option(function)
     return function
+
+
+def vram_option(default: str | None = None) -> Callable:
+    """--vram: what may be taken of a card's memory, as GiB; without a default, None."""
+    words = "Of a card's memory, such as 8GiB." + ("" if default else " Default: all.")
+    return click.option("--vram", callback=_vram, default=default, show_default=True, metavar="SIZE", help=words)
 
 
 def _vram(context, parameter, value):

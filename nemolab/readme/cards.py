@@ -110,7 +110,8 @@ def prefill_table() -> str:
         said = row["settings"]
         disk = f"{said['disk_read_ms']:,.0f}" if "disk_read_ms" in said else ""
         floors = [f"{said['copy_ms']:,.0f}", f"{said['torch_ms']:,.0f}", disk]
-        cells = [where, f"{said['tokens']:,}", f"{said['needed']:,}", f"{said['lookups']:,.0f}", spread(row), *floors]
+        crossed = said.get("crossed", said["lookups"])  # older rows have what was looked up, each to be copied once
+        cells = [where, f"{said['tokens']:,}", f"{said['needed']:,}", f"{crossed:,.0f}", spread(row), *floors]
         rows.append([*cells, f"{row['median'] / said['floor_ms']:.2f}", len(row["values"])])
         taken.append(row)
     headers = ["experts in", "tokens:", "experts needed:", "that crossed the bus:", "ms:", "crossing, ms:"]
