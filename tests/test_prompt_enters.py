@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from blocks import BLOCK, EXPERTS, LAYERS, TOP_K, Gate, interrupt_after, poison, random_blocks, rows_of, write_store
-from live import COUNTS, count_batches, watch
+from live import COUNTS, count_batches
 from stores import quiet
 from synthetic import one_thread, write_checkpoint
 from test_cache_fetch import Table
@@ -13,7 +13,7 @@ from test_prefetch import check_books, failing_reads_of, in_thread, tell_room, w
 from nemolab.engine import Engine, Trials
 from nemolab.errors import StoreError
 from nemolab.policy import rows as rows_module
-from nemolab.simulate import from_trace
+from nemolab.simulate import check_live
 from nemolab.simulate.lookups import from_routing
 from nemolab.store import Store, growth, prompt_ring, repack, residents
 from nemolab.store import cache as cache_module
@@ -185,24 +185,27 @@ def test_an_interrupt_at_any_line_of_a_prompt_that_enters_leaves_a_sound_cache(s
     assert interrupted > 100, "every line was tried"
 
 
+@pytest.mark.parametrize("device", ["cpu", "twin"])
 @one_thread
-def test_an_engine_whose_prompts_enter_equals_a_replay_in_which_they_warm_the_cache(tmp_path):
+def test_an_engine_whose_prompts_enter_equals_a_replay_in_which_they_warm_the_cache(tmp_path, device):
     model = write_checkpoint(tmp_path / "model", pattern="EME*EE", experts=12, top_k=3)
     repack(model, tmp_path / "store", announce=quiet)
     ids = torch.randint(3, 90, (40,), generator=torch.Generator().manual_seed(3)).tolist()
 
     def answer(**arguments):
-        with Engine(None, store=Store.open(tmp_path / "store"), ram_cache_slots=15, **arguments) as engine:
-            batches, logits = watch(engine._cache), []
+        store = Store.open(tmp_path / "store")
+        with Engine(None, store=store, device=device, ram_cache_slots=15, **arguments) as engine:
+            logits = []
             with engine.record() as recorder:
                 for prompt in (ids[:12], ids[12:]):
                     state = engine.new_state()
                     logits.append(engine.last_logits(prompt, state))
                     logits += [engine.step(token, state) for token in (5, 6, 7, 8)]
-            return torch.stack(logits), np.array(batches), recorder.trace()
+            return torch.stack(logits), recorder.trace()
 
-    logits, live, trace = answer(prefetch=2, trials=Trials(prompt_enters=True))
-    assert trace.meta.prefill_warms
-    assert np.array_equal(live, count_batches(from_trace(trace), "lru", slots=15, prefetch=2))
-    aside, passed_by, _ = answer(prefetch=2)
-    assert torch.equal(logits, aside) and not np.array_equal(live, passed_by)
+    logits, trace = answer(prefetch=2, trials=Trials(prompt_enters=True))
+    checked = check_live(trace)
+    assert trace.meta.prefill_warms and checked.equal and checked.compared == len(checked.live)
+    aside, other = answer(prefetch=2)
+    assert torch.equal(logits, aside) and check_live(other).equal
+    assert not np.array_equal(trace.live_misses, other.live_misses)
