@@ -1,5 +1,6 @@
 """`nemolab bench decode` and `prefill` on a card: what they count and how, shown on twins. No timing is judged here."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +10,7 @@ from faults import run_cli
 from synthetic import write_checkpoint
 
 from nemolab.engine import Engine
+from nemolab.engine.transfers import DEFAULT, TRANSFERS
 from nemolab.errors import UsageError
 from nemolab.measure import bench_card_decode, disk_floor, forced_routing, gpu_floors, record
 from nemolab.measure import bench_card_memory as memory_bench
@@ -16,7 +18,7 @@ from nemolab.measure.bench_card_decode import bench_card_decode as run_decode
 from nemolab.measure.bench_card_memory import Watch, bench_card_memory
 from nemolab.measure.bench_card_prefill import bench_card_prefill, rewind
 from nemolab.measure.torch_products import dense_shapes, time_experts
-from nemolab.measure.transfer import STRATEGIES, count_crossing
+from nemolab.measure.transfer import count_crossing
 from nemolab.store import Store, ensure_store
 
 LAYERS, EXPERTS, TOP_K, WIDTH = 3, 8, 2, 32
@@ -42,9 +44,9 @@ def decode(store, **settings):
 
 
 def test_decode_counts_what_each_strategy_moves(store, tmp_path):
-    found = decode(store, transfers=STRATEGIES, cached=0.5)
+    found = decode(store, transfers=TRANSFERS, cached=0.5)
     rows = {row["name"].partition(".")[2]: row for row in found["rows"]}
-    for name in STRATEGIES:
+    for name in TRANSFERS:
         said = rows[name]["settings"]
         each = count_crossing(WIDTH, WIDTH, said["active"] * WIDTH, said["active_groups"] * WIDTH / 16)[name]
         assert said["bytes_copied"] == pytest.approx(LAYERS * TOP_K * each.copied)
@@ -311,6 +313,17 @@ def test_the_command_shows_a_line_for_each_case(store):
     headers, plain, tried = out.splitlines()[:3]
     assert headers.split()[:2] == ["case", "ms/token"] and "x floor" in headers
     assert plain.startswith("rows ") and tried.startswith("rows_shared_first ")
+
+
+def test_commands_name_the_ways_that_there_are():
+    """Words of help stand where nothing heavy may be imported."""
+    for words in (("bench", "decode"), ("bench", "card-memory"), ("chat",), ("trace",)):
+        _, out, _ = run_cli(*words, "--help")
+        text = " ".join(out.split())
+        named = re.search(r"--transfer (\S+\|\S+)|How experts reach a card: ([^.]+)\.", text)
+        ways = set(re.findall(r"[a-z]+", (named[1] or named[2]).replace("(default)", "")))
+        assert ways - {"all"} == set(TRANSFERS)
+        assert re.search(rf"default: {DEFAULT}\]|{DEFAULT} \(default\)", text)
 
 
 def test_the_command_refuses_on_the_cpu_what_is_for_cards():

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from nemolab.engine.gpu.device import open_device
-from nemolab.engine.gpu.moe_step import STRATEGIES, Fetch, MoeStep, slots_bytes, spread
+from nemolab.engine.gpu.moe_step import Fetch, MoeStep, slots_bytes, spread
 from nemolab.engine.gpu.operators import find_operators
 from nemolab.engine.gpu.pinned import PinnedArray, wait_for_ids
 from nemolab.engine.gpu.table import ExpertTable, TableKeeper
+from nemolab.engine.transfers import TRANSFERS
 from nemolab.errors import EngineError, UsageError
 from nemolab.measure.bench_moe_step import bench_moe_step
 from nemolab.store.arena import Arena
@@ -130,7 +131,7 @@ class World:
 def test_all_strategies_and_all_waves_give_the_same_bits(world):
     expected = world.outputs(world.make("pull"))
     assert expected.isfinite().all() and expected.abs().max() > 0
-    for strategy in STRATEGIES[:3]:
+    for strategy in TRANSFERS[:3]:
         for waves in (None, (6,), (1,) * 6, (5, 1)):
             # Two banks, five steps: each bank is used again.
             found = world.outputs(world.make(strategy, waves=waves), (0, 1, 2, 0, 1))
@@ -149,7 +150,7 @@ def test_the_strategies_equal_the_cpu_engine(world):
         assert (found[layer] - expected).abs().max() < 1e-6 * expected.abs().max()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", TRANSFERS)
 @pytest.mark.parametrize("ranks", [[0, 3, 5], [2], [0, 1, 2, 3, 4, 5]], ids=str)
 def test_misses_are_waited_for_and_change_no_bit(world, strategy, ranks):
     step = world.make(strategy)
@@ -180,7 +181,7 @@ def test_misses_are_waited_for_and_change_no_bit(world, strategy, ranks):
     assert torch.equal(world.outputs(step), expected)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", TRANSFERS)
 def test_an_expert_is_used_where_it_was_found_whatever_the_table_says(world, strategy):
     """Read ahead, or copied to another place: there, but not yet told; some are still being read, too."""
     step = world.make(strategy)
@@ -203,7 +204,7 @@ def test_an_expert_is_used_where_it_was_found_whatever_the_table_says(world, str
     lock.close()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", TRANSFERS)
 def test_a_wait_that_fails_leaves_a_step_that_goes_on(world, strategy):
     step = world.make(strategy)
     expected = world.outputs(step)
@@ -293,7 +294,7 @@ def test_pull_starts_without_the_cpu_and_leaves_out_what_is_missing(world):
     assert step.finish(2, Fetch(world.addresses[2, ids])) == 1 and torch.equal(step.out, expected[2])
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", TRANSFERS)
 def test_what_needs_no_word_from_the_cpu_can_be_a_graph(world, strategy):
     step = world.make(strategy)
     expected = world.outputs(step)
@@ -331,7 +332,7 @@ def test_what_cannot_work_is_refused(world):
 
 def test_slots_take_what_is_planned(world):
     block_bytes = INTER * WIDTH * 9 // 8
-    taken = {strategy: slots_bytes(strategy, INTER, WIDTH, TOP_K) for strategy in STRATEGIES}
+    taken = {strategy: slots_bytes(strategy, INTER, WIDTH, TOP_K) for strategy in TRANSFERS}
     half = 2 * TOP_K * block_bytes // 2
     assert taken == {"whole": 2 * half, "grouped": half, "rows": half, "pull": 0}
     assert taken["rows"] == world.make("rows")._banks.numel()

@@ -4,8 +4,8 @@ import pytest
 
 from nemolab import paths
 from nemolab.commands.compare import RECORDED, RECORDED_OF_CARDS, record_comparison
+from nemolab.engine.transfers import TRANSFERS
 from nemolab.measure import record
-from nemolab.measure.transfer import STRATEGIES
 from nemolab.readme import cards, measured
 
 MODEL = {"model": "some-model", "layers": 18, "moe_layers": 8, "experts": 512}
@@ -27,7 +27,7 @@ def record_decode(strategy: str, cached: float, ms: float) -> None:
 
 
 def test_decode_by_strategy_and_share_with_its_floors():
-    for number, strategy in enumerate(STRATEGIES):
+    for number, strategy in enumerate(TRANSFERS):
         record_decode(strategy, 0.2402, 11 + number)
         record_decode(strategy, 1.0, 99.0)
         record_decode(strategy, 1.0, 3 + number)

@@ -2,10 +2,10 @@
 
 import pytest
 
+from nemolab.engine.transfers import TRANSFERS
 from nemolab.errors import NemolabError
 from nemolab.measure import read_rows
 from nemolab.measure.transfer import (
-    STRATEGIES,
     count_crossing,
     groups_if_independent,
     percent_of_whole,
@@ -54,7 +54,7 @@ def test_independent_neurons_fill_groups():
 
 def test_recorded_times_are_found_by_share_and_shape():
     timed = read_timed(0.075)
-    assert timed["strategy"].tolist() == [*STRATEGIES, "pull_graph"]
+    assert timed["strategy"].tolist() == [*TRANSFERS, "pull_graph"]
     assert ((timed["low_us"] <= timed["us"]) & (timed["us"] <= timed["high_us"])).all()
     assert ((timed["active"] - 0.075).abs() < 0.005).all() and (timed["us"] > timed["floor_us"]).all()
     with pytest.raises(NemolabError, match="no measurement moe_step.whole"):

@@ -98,11 +98,11 @@ def decode(path, tokens, device, repeats, threads, record, **on_a_card):
             names = ", ".join(f"--{words.get(name, name)}" for name in given)
             raise UsageError(f"{names}: for an engine on a card; add --device cuda")
         return answer_with_rows(bench_decode(path, tokens=tokens or 64, repeats=repeats, threads=threads), record)
+    from nemolab.engine.transfers import DEFAULT, TRANSFERS
     from nemolab.measure.bench_card_decode import bench_card_decode
-    from nemolab.measure.transfer import STRATEGIES
 
-    transfer = given.pop("transfer", "pull")
-    given["transfers"] = STRATEGIES if transfer == "all" else (transfer,)
+    transfer = given.pop("transfer", DEFAULT)
+    given["transfers"] = TRANSFERS if transfer == "all" else (transfer,)
     given["vram_gib"] = given.pop("vram", None)
     given["trials"] = [parse_trial(word) for word in given.pop("trials", ())]
     refuse_rows_of_twins(record, device)

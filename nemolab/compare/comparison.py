@@ -19,6 +19,7 @@ from nemolab.compare.measures import Divergence, check_self, diverge, score, sco
 from nemolab.compare.reference import Reading, Reference
 from nemolab.compare.result import Bounds, Result, TextResult
 from nemolab.compare.texts import Text, Texts, Tokens, load_texts
+from nemolab.engine.transfers import TRANSFERS
 from nemolab.errors import NemolabError
 from nemolab.progress import Progress
 from nemolab.store import Store, check_source, ensure_store
@@ -86,7 +87,7 @@ class Comparison:
             engine_check = self._do(check_engine_itself, engine, self.stretch)
         beside_cpu = self.read_cpu_engine(readings) if self.device != "cpu" else {}
         with self._timed("determinism"):
-            ways = [] if self.device == "cpu" else [{"transfer": way} for way in ("whole", "grouped", "rows", "pull")]
+            ways = [] if self.device == "cpu" else [{"transfer": way} for way in TRANSFERS]
             runs = self._do(repeat_runs, self.make_engine, prompt, slots, ways)
         # The other process works beside the reference: by then this one holds no engine.
         with OtherProcess(self.checkpoint.path, self.store.path, prompt, slots, self.device) as other:

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nemolab.engine.transfers import COPYING
 from nemolab.errors import EngineError
-
-COPYING = ("whole", "grouped", "rows")  # transfers in which something is copied, and so can be kept or copied early
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,13 @@ from typing import Any
 
 import numpy as np
 
+from nemolab.engine.transfers import DEFAULT, TRANSFERS
 from nemolab.errors import UsageError
 from nemolab.measure.bench_replay import CACHED_SHARE
 from nemolab.measure.disk_floor import DiskFloor
 from nemolab.measure.forced_routing import Routing, every_expert_once, own_routing, recorded_routing, sticky_routing
 from nemolab.measure.gpu_floors import open_bus, own_read_gb_s
-from nemolab.measure.transfer import STRATEGIES, count_crossing
+from nemolab.measure.transfer import count_crossing
 from nemolab.progress import say
 
 PROMPT_TOKENS = 32
@@ -45,7 +46,7 @@ def bench_card_decode(
     path: str | Path,
     *,
     device: str = "cuda",
-    transfers: Sequence[str] = ("pull",),
+    transfers: Sequence[str] = (DEFAULT,),
     cached: float = CACHED_SHARE,
     prefetch: int = 4,
     tokens: int = 16,
@@ -317,10 +318,10 @@ def _fit_together(store, slots: int, engines: int) -> bool:
 
 
 def _check(transfers, cached, tokens, repeats, trace, own) -> None:
-    unknown = [name for name in transfers if name not in STRATEGIES]
+    unknown = [name for name in transfers if name not in TRANSFERS]
     if unknown or not transfers or len(set(transfers)) < len(transfers):
         raise UsageError(
-            f"transfer {', '.join(transfers) or 'nothing'}: one or more of {', '.join(STRATEGIES)} are needed"
+            f"transfer {', '.join(transfers) or 'nothing'}: one or more of {', '.join(TRANSFERS)} are needed"
         )
     if not 0 < cached <= 1:
         raise UsageError(f"{cached} of the experts cached; a share above 0 and up to 1 is needed")

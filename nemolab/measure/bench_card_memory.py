@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from nemolab.engine.transfers import DEFAULT
 from nemolab.errors import UsageError
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def bench_card_memory(
     vram_gib: float = 8.0,
     prompt_tokens: int = 8192,
     tokens: int = 16,
-    transfer: str = "pull",
+    transfer: str = DEFAULT,
     prefetch: int = 4,
     meter: Any = None,
 ) -> dict[str, Any]:

@@ -60,10 +60,11 @@ class _Bench:
         import torch
 
         from nemolab.engine.gpu.device import open_device
-        from nemolab.engine.gpu.moe_step import STRATEGIES, Fetch, MoeStep
+        from nemolab.engine.gpu.moe_step import Fetch, MoeStep
         from nemolab.engine.gpu.operators import find_operators
         from nemolab.engine.gpu.table import ExpertTable
         from nemolab.engine.memory import check_room
+        from nemolab.engine.transfers import TRANSFERS
         from nemolab.errors import EngineError
         from nemolab.store.arena import Arena
         from nemolab.store.direct_io import address
@@ -104,7 +105,7 @@ class _Bench:
         self.sets = [torch.randperm(cached, generator=generator)[:top_k].int().cuda() for _ in range(CHOICES)]
         self.steps = {
             name: MoeStep(name, self.inter, self.width, top_k, self.table, self.scales_2, card, operators)
-            for name in STRATEGIES
+            for name in TRANSFERS
         }
         for step in self.steps.values():
             step.x.copy_(self.x)

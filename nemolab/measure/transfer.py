@@ -12,12 +12,11 @@ from math import isclose
 from typing import TYPE_CHECKING, NamedTuple
 
 from nemolab.checkpoint.formats import GROUP
+from nemolab.engine.transfers import TRANSFERS
 from nemolab.measure.rows import latest
 
 if TYPE_CHECKING:
     import pandas as pd
-
-STRATEGIES = ("whole", "grouped", "rows", "pull")
 
 
 class Crossing(NamedTuple):
@@ -64,7 +63,7 @@ def read_timed(active: float, inter: int = 2688, width: int = 1024) -> pd.DataFr
     import pandas as pd
 
     rows = []
-    for name in (*STRATEGIES, "pull_graph"):
+    for name in (*TRANSFERS, "pull_graph"):
         row = latest(f"moe_step.{name}", inter=inter, width=width, active=lambda a: isclose(a, active, abs_tol=0.005))
         settings = row["settings"]
         rows.append(

@@ -64,12 +64,12 @@ def linear_table() -> str:
 
 def decode_table() -> str:
     """One token of a large model's shape on a card by transfer strategy, beside the time of its bytes."""
+    from nemolab.engine.transfers import TRANSFERS
     from nemolab.measure import latest
-    from nemolab.measure.transfer import STRATEGIES
 
     rows, taken = [], []
     for share in (0.24, 1.0):
-        for strategy in STRATEGIES:
+        for strategy in TRANSFERS:
             row = latest(f"card_decode.{strategy}", cached=partial(isclose, share, abs_tol=0.01))
             said = row["settings"]
             floors = [f"{said[name]:.2f}" for name in ("bus_ms", "disk_ms", "dense_ms")]

@@ -107,6 +107,11 @@ class BlockLayout:
         return sum(plane.nbytes for plane in self.planes)
 
     @cached_property
+    def up_bytes(self) -> int:
+        """Of an expert's up, values and scales: a block begins with them."""
+        return self.planes[0].nbytes + self.planes[1].nbytes
+
+    @cached_property
     def block_bytes(self) -> int:
         """Bytes of a block: the payload, padded with zeros to whole pages."""
         return whole_pages(self.payload_bytes)

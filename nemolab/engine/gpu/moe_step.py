@@ -28,12 +28,15 @@ import torch
 
 from nemolab.engine.gpu.pinned import UNKNOWN, PinnedArray, wait_for_ids
 from nemolab.engine.gpu.table import ExpertTable
+from nemolab.engine.transfers import COPYING, TRANSFERS
 from nemolab.errors import EngineError
 from nemolab.kernels.gpu.expert_step import GROUPED, ROWS
+from nemolab.store.layout import BlockLayout
 from nemolab.store.page_lock import CopyBatch
 
-STRATEGIES = ("whole", "grouped", "rows", "pull")
-_WAVES = {"whole": (4, 11, 5, 2), "grouped": (4, 7, 7, 4), "rows": (4, 9, 6, 3)}  # of 22 experts
+# Experts in each wave, of 22. A first wave that is small starts the kernel early, a last one that is small leaves
+# little to compute once the bus is done; `nemolab bench moe-step` times them, notebooks/LOG.md has what was found.
+_WAVES = {"whole": (4, 11, 5, 2), "grouped": (4, 7, 7, 4), "rows": (4, 9, 6, 3)}
 _ALIGNED = 512  # bytes a slot begins at a multiple of
 
 
@@ -61,8 +64,10 @@ def _stride(strategy: str, inter: int, width: int) -> int:
 
 def _copied_bytes(strategy: str, inter: int, width: int) -> int:
     """Of a block."""
-    half = inter * width * 9 // 16
-    return {"whole": 2 * half, "pull": 0}.get(strategy, half)
+    form = BlockLayout("neuron", inter, width)
+    if strategy not in COPYING:
+        return 0
+    return form.payload_bytes if strategy == "whole" else form.up_bytes
 
 
 class MoeStep:
@@ -93,8 +98,8 @@ class MoeStep:
         waves: tuple[int, ...] | None = None,
         slots: int | None = None,
     ):
-        if strategy not in STRATEGIES:
-            raise EngineError(f"unknown transfer strategy {strategy!r}; known: {', '.join(STRATEGIES)}")
+        if strategy not in TRANSFERS:
+            raise EngineError(f"unknown transfer strategy {strategy!r}; known: {', '.join(TRANSFERS)}")
         self.waves = list(waves or spread(_WAVES.get(strategy, (1,)), top_k))
         if sum(self.waves) != top_k or min(self.waves) < 1:
             raise EngineError(f"waves of {self.waves} experts do not add up to {top_k}")
@@ -115,7 +120,7 @@ class MoeStep:
         self._told = PinnedArray((2, 2, top_k), np.int64, device.locker)
         self._told_there = torch.zeros(2, 2, top_k, dtype=torch.int64, device=there)
         self._turn, self._rank_order = 0, np.arange(top_k)
-        if strategy != "pull":
+        if strategy in COPYING:
             stride = _stride(strategy, inter, width)
             self._banks = torch.empty(slots or 2 * top_k, stride, dtype=torch.uint8, device=there)
             at = self._banks.data_ptr() + stride * np.arange(2 * top_k, dtype=np.int64).reshape(2, top_k)

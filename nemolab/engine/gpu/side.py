@@ -9,8 +9,8 @@ from nemolab.engine.gpu.device import open_device
 from nemolab.engine.gpu.guard import SPARE_BYTES, Guard
 from nemolab.engine.gpu.kept import kept_bytes
 from nemolab.engine.gpu.model import CardModel
-from nemolab.engine.gpu.moe_step import STRATEGIES
 from nemolab.engine.gpu.plan import CONTEXT_BYTES, CardPlan, host_dense_bytes, least_bytes, plan_card
+from nemolab.engine.transfers import DEFAULT, TRANSFERS
 from nemolab.engine.trials import Trials
 from nemolab.errors import EngineError
 from nemolab.progress import say
@@ -31,9 +31,9 @@ class CardSide:
     """
 
     def __init__(self, store: Store, device: str, transfer: str | None, vram_gib: float | None, trials: Trials):
-        self.transfer = "pull" if transfer is None else transfer
-        if self.transfer not in STRATEGIES:
-            raise EngineError(f"transfer is {transfer!r}; known are {', '.join(STRATEGIES)}")
+        self.transfer = DEFAULT if transfer is None else transfer
+        if self.transfer not in TRANSFERS:
+            raise EngineError(f"transfer is {transfer!r}; known are {', '.join(TRANSFERS)}")
         trials.check(device, self.transfer, store.config.reachable_experts)
         ring, self._trials = min(RING, store.n_experts), trials
         budget_bytes = _budget_bytes(vram_gib, lambda: least_bytes(store, ring, self.transfer))
