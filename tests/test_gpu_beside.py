@@ -2,10 +2,15 @@
 
 import ctypes
 import os
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from nemolab.engine.gpu.beside import ASSUMED, DIFFERENCE, TOLD, Beside
+from nemolab.engine.gpu import beside as beside_module
+from nemolab.engine.gpu import device
+from nemolab.engine.gpu.beside import ASSUMED, DIFFERENCE, TOLD, Beside, beside_of
+from nemolab.engine.gpu.device import Card
 from nemolab.system.nvml import CardMeter
 
 GIB, MIB = 2**30, 2**20
@@ -79,7 +84,6 @@ def test_a_meter_says_which_call_failed():
 def test_without_the_drivers_word_what_is_beside_is_a_difference():
     driver = FakeDriver(used=GIB)  # others' GiB
     beside = Beside(meter(driver))
-    beside.begin(0)
     driver.used = GIB + 500 * MIB + 100 * MIB
     assert beside.end(reserved_bytes=100 * MIB) == 500 * MIB and beside.source == DIFFERENCE
     driver.used += 2 * GIB  # another program begins, between two passes
@@ -110,3 +114,28 @@ def test_a_driver_that_stops_telling_is_no_error():
     driver.status = 15
     beside.begin(0)
     assert beside.end(0) == 0 and beside.source == ASSUMED and "status 15" in beside.why_assumed
+
+
+def test_what_others_held_before_the_first_engine_of_a_process_is_not_ours(monkeypatch):
+    """torch has not begun then. A second engine looks again."""
+    driver, reserved = FakeDriver(used=5 * GIB), [0]
+    monkeypatch.setattr(beside_module, "CardMeter", lambda index: meter(driver))
+    monkeypatch.setattr(device, "Driver", lambda index: None)
+    for name, answer in {
+        "is_available": lambda: True, "device_count": lambda: 1, "is_initialized": lambda: False,
+        "set_device": lambda index: None, "reset_peak_memory_stats": lambda index: None,
+        "get_device_properties": lambda index: SimpleNamespace(name="a card", total_memory=8 * GIB),
+        "mem_get_info": lambda index: (8 * GIB - driver.used, 8 * GIB),
+        "memory_reserved": lambda index: reserved[0], "memory_allocated": lambda index: reserved[0],
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, answer)
+    beside_of.cache_clear()
+    try:
+        first = Card(0)
+        reserved[0] = 100 * MIB
+        driver.used += 600 * MIB
+        assert first.look().beside_bytes == 500 * MIB and not first.look().told
+        driver.used += GIB  # another program, between two engines
+        assert Card(0).look().beside_bytes == 500 * MIB
+    finally:
+        beside_of.cache_clear()

@@ -14,7 +14,7 @@ from nemolab.engine.gpu.beside import DIFFERENCE, TOLD
 from nemolab.engine.gpu.device import Card, StandIn, Usage
 from nemolab.engine.gpu.guard import SPARE_BYTES, Guard
 from nemolab.engine.gpu.plan import least_bytes
-from nemolab.errors import EngineError
+from nemolab.errors import EngineError, StoreError
 from nemolab.store import page_lock
 from nemolab.system.memory import Limit, Memory
 
@@ -70,6 +70,62 @@ def test_torch_gets_what_the_budget_leaves_as_planned_or_as_found():
     guard.close()
     guard.close()
     assert card.limits[2:] == [None]
+
+
+def test_a_difference_that_falls_again_loosens_the_limit_and_is_called_one():
+    card = FakeCard()
+    card.change(told=False)
+    guard = make_guard(card)
+    guard.run(5, "a prompt", lambda: card.change(beside_bytes=3 * GIB))
+    guard.run(5, "a prompt", lambda: card.change(beside_bytes=800 * MIB))
+    assert card.limits[1:] == [GIB - SPARE_BYTES, 4 * GIB - 800 * MIB - SPARE_BYTES] and card.limits[2] == (
+        guard.limit_bytes
+    )
+    card.change(beside_bytes=3 * GIB + MIB)
+    with pytest.raises(EngineError, match=r"3\.00 GiB beside it \(a difference: another program .* until it ends\)"):
+        guard.run(5, "a prompt", lambda: None)
+
+
+@pytest.mark.parametrize("broken", ["_decoder", "_token", "device", "team"])
+def test_a_part_that_does_not_close_keeps_nothing_else_open(path, monkeypatch, broken):
+    closed = []
+
+    def fail(*_):
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    card = FakeCard(reserved=MIB)
+    monkeypatch.setattr("nemolab.engine.gpu.side.open_device", lambda name: card)
+    card.total_bytes = 8 * GIB
+    engine = Engine(path, device="twin", vram_gib=4)
+    part = {"device": card, "team": engine._team}.get(broken) or getattr(engine._model, broken)
+    monkeypatch.setattr(part, "wait" if broken == "device" else "close", fail)
+    memory, cache = engine._model.memory, engine._cache
+    for each, name in ((memory, "memory"), (cache, "cache")):
+        real = each.close
+        monkeypatch.setattr(each, "close", lambda name=name, real=real: (closed.append(name), real()))
+    with pytest.raises(RuntimeError, match="unspecified launch"):
+        engine.close()
+    assert closed == ["memory", "cache"] and card.limits[-1] is None and cache.watcher is None
+
+
+def test_memory_that_ends_for_a_conversation_or_its_copy_is_an_error_of_ours(path, monkeypatch):
+    from nemolab.engine.gpu import state
+
+    def run_out(device):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    with Engine(path, device="twin") as engine:
+        held = engine.new_state()
+        engine.step(40, held)
+        monkeypatch.setattr(state, "give_back", run_out)
+        with pytest.raises(EngineError, match=r"does not suffice for a conversation: .*2\.00 GiB"):
+            engine.new_state()
+        with pytest.raises(EngineError, match=r"does not suffice for a copy of a conversation: .*2\.00 GiB"):
+            held.copy()
+        monkeypatch.undo()
+        assert torch.equal(engine.step(41, held.copy()), engine.step(41, held))
+    with pytest.raises(EngineError, match="closed"):
+        engine.new_state()
 
 
 def test_a_closed_engine_leaves_no_model_behind(path):
@@ -169,8 +225,13 @@ def test_memory_that_ends_for_kernels_is_told_alike_and_other_errors_stay_what_t
     def fail(words):
         raise RuntimeError(words)
 
+    def copy_fails():
+        raise StoreError("copying 2 times 3 bytes: CUDA_ERROR_OUT_OF_MEMORY")
+
     with pytest.raises(EngineError, match=r"for a prompt: Triton Error \[CUDA\]: out of memory; torch holds"):
         make_guard(FakeCard()).run(5, "a prompt", lambda: fail("Triton Error [CUDA]: out of memory"))
+    with pytest.raises(EngineError, match=r"for a prompt: copying 2 times 3 bytes: CUDA_ERROR_OUT_OF_MEMORY; torch"):
+        make_guard(FakeCard()).run(5, "a prompt", copy_fails)
     card = FakeCard()
     with pytest.raises(RuntimeError, match="an illegal memory access"):
         make_guard(card).run(5, "a prompt", lambda: fail("CUDA error: an illegal memory access was encountered"))

@@ -1,6 +1,9 @@
 """A token's stretches as graphs, by stand-ins for them and on a card: when they are recorded, replayed and dropped."""
 
+import threading
 import weakref
+from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,8 +12,9 @@ from gpu_graphs import Graphs
 from synthetic import one_thread, write_checkpoint
 from test_gpu_engine import IDS, SMALL, TRANSFERS, both_paths, open_engine, step_through
 
-from nemolab.engine.gpu import stretches
+from nemolab.engine.gpu import allocator, stretches
 from nemolab.engine.gpu.device import StandIn
+from nemolab.engine.gpu.stretches import CardGraphs, Stretches
 from nemolab.simulate import check_live
 
 SIZES = SMALL | {"pattern": "ME*EM"}  # stretches with and without attention; the last has a layer, too
@@ -147,6 +151,98 @@ def test_no_conversation_is_kept_for_its_graphs(path, graphs):
         assert ssm() is None
 
 
+def test_a_state_without_tensors_has_a_first_token_too():
+    found = Stretches(Graphs)
+    for alike in (False, True):
+        found.begin([])
+        assert found._alike == alike
+
+
+class Recording:
+    """In the place of torch's graphs and streams: what was called, and what fails."""
+
+    def __init__(self, monkeypatch, failing=()):
+        self.called, self.failing = [], failing
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: self)
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self.end_pool, raising=False)
+
+    def call(self, name):
+        self.called.append(name)
+        if name in self.failing:
+            raise RuntimeError(f"CUDA error in {name}")
+
+    def capture_begin(self, **_):
+        self.call("begin")
+
+    def capture_end(self):
+        self.call("end")
+
+    def end_pool(self, index, pool):
+        self.call(f"pool {pool} of {index}")
+
+    def replay(self):
+        self.call("replay")
+
+
+def test_a_recording_that_fails_is_ended_and_what_failed_comes_out(monkeypatch):
+    for failing, called in (
+        (("work",), ["begin", "work", "end"]),
+        (("begin",), ["begin", "end"]),
+        (("work", "end"), ["begin", "work", "end", "pool (0, 1) of 0"]),
+    ):
+        fake = Recording(monkeypatch, failing)
+        with pytest.raises(RuntimeError, match=f"CUDA error in {failing[0]}"):
+            CardGraphs(torch.device("cuda", 0)).record(partial(fake.call, "work"))
+        assert fake.called == called
+
+
+def test_where_no_graph_can_be_made_tokens_go_on_without(monkeypatch, capsys):
+    fake = Recording(monkeypatch, ["end"])
+    found = Stretches(lambda: CardGraphs(torch.device("cuda", 0)))
+    for _ in range(3):
+        found.begin([])
+        found.run(0, partial(fake.call, "work"))
+    assert fake.called == ["work", "begin", "work", "end", "pool (0, 1) of 0", "work", "work"]
+    assert "no graph could be made of them: CUDA error in end" in capsys.readouterr().err
+
+
+def test_no_memory_is_given_back_while_a_graph_is_recorded(monkeypatch):
+    fake = Recording(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: fake.call("give back"))
+    device = torch.device("cuda", 0)
+    others = threading.Thread(target=allocator.give_back, args=(device,))
+
+    def work():
+        others.start()
+        others.join(timeout=0.1)
+        fake.call("work")
+
+    CardGraphs(device).record(work)
+    others.join()
+    assert fake.called == ["begin", "work", "end", "give back"]
+
+
+class Branching(StandIn):
+    def is_recording(self):
+        return True
+
+
+@pytest.mark.parametrize("broken", ["work", "beside"])
+def test_a_branch_ends_whatever_fails_in_it(broken):
+    def call(name):
+        if name == broken:
+            raise KeyboardInterrupt
+
+    branch, joined = stretches.Branch(Branching()), []
+    branch._join = lambda: joined.append(1)
+    with pytest.raises(KeyboardInterrupt):
+        branch.run(partial(call, "work"), partial(call, "beside"))
+    assert joined
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("transfer", TRANSFERS)
 @one_thread
@@ -157,11 +253,14 @@ def test_graphs_and_branches_on_a_card_change_no_bit(path, transfer):
         with open_engine(path, "cuda", transfer=transfer, ram_cache_slots=8, prefetch=2) as engine:
             parts = engine._model._parts
             parts.stretches.wanted, parts.branch.wanted = wanted_graphs, branching
+            branches, join = [], parts.branch._join
+            parts.branch._join = lambda branches=branches, join=join: (branches.append(1), join())
             logits = [torch.cat(both_paths(engine, IDS)), step_through(engine, IDS * 8)]
             engine.last_logits(IDS * (stretches.LONG_PROMPT_TOKENS // len(IDS) + 1), engine.new_state())
             with engine.record() as recorder:
                 logits += [step_through(engine, IDS), torch.cat(both_paths(engine, IDS))]
                 assert bool(parts.stretches._recorded) == wanted_graphs
+                assert bool(branches) == (wanted_graphs and branching)
             assert check_live(recorder.trace()).equal
             found.append(torch.cat(logits))
     assert all(torch.equal(other, found[0]) for other in found)

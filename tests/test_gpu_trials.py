@@ -82,7 +82,11 @@ CASES = [("pull", "shared first"), ("pull", "prompts enter"), *(("rows", tried) 
 @one_thread
 def test_no_bit_depends_on_a_trial(path, plain, transfer, tried):
     trials = Trials(**TRIED[tried])
-    assert torch.equal(answers(path, transfer=transfer, ram_cache_slots=7, prefetch=2, trials=trials)[0], plain)
+    found, step, _ = answers(path, transfer=transfer, ram_cache_slots=18, prefetch=2, trials=trials)
+    assert torch.equal(found, plain)
+    if trials.keeps:
+        assert step.held > 0 and step.copied > 0
+        assert (step.early > 0) == bool(trials.speculate)
 
 
 @pytest.mark.parametrize("first", [False, True])

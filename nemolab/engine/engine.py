@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -157,11 +157,12 @@ class Engine:
     def close(self) -> None:
         """Give threads, descriptors and memory back. Closing twice is fine."""
         self._model = None
-        for name in ("_team", "_card", "_cache"):
-            held = getattr(self, name)
-            setattr(self, name, None)
-            if held is not None:
-                held.close()
+        with ExitStack() as stack:  # each whatever the others raise, the last named first
+            for name in ("_cache", "_card", "_team"):
+                held = getattr(self, name)
+                setattr(self, name, None)
+                if held is not None:
+                    stack.callback(held.close)
 
     @property
     def notes(self) -> list[str]:
@@ -169,8 +170,12 @@ class Engine:
         return [*self.config.notes, *self.tokenizer.notes]
 
     def new_state(self) -> State:
-        """The state before the first token of a conversation."""
-        return self._model.new_state() if self._card else State.empty(self.config)
+        """The state before the first token of a conversation. Raises EngineError where a card's memory ends."""
+        self._open()
+        if not self._card:
+            return State.empty(self.config)
+        with self._lock:
+            return self._model.new_state()
 
     def prefill(self, ids: Iterable[int], state: State) -> torch.Tensor:
         """Feed ids to a state (new or continued) and return the logits after each, float32 [ids, vocab].

@@ -3,6 +3,7 @@
     side, model         what an engine opens, and the model it gets
     device, operators   a card or the CPU in its place; kernels or their twins
     plan, guard, beside what is taken of the card's memory: planned, kept to, measured
+    allocator           torch's, which gives nothing back while a graph is recorded
     weights, state, layers, attention, moe   the layers; a token's and a prompt's way through each
 
 One token:
@@ -17,4 +18,20 @@ One token:
 Prompts:
 
     prompt_experts      routed experts in batches through a ring
+
+Who may write what, and what must be known before. Everything is queued on torch's current stream, the main one, but for
+copies of experts, which have a stream of their own, and a branch inside of a graph, which ends inside:
+
+    a slot or half of a ring on the card   by a copy, behind the event that the kernels that read it last have ended
+                                           (`_done`); those kernels wait for the event of its copies (`_copied`)
+    a slot that keeps what was copied      the same, and none of the layer under way: a layer's kernels are done once
+                                           the choice of the next one is known
+    a row of the cache in RAM              by the reader: in decode, once the choice of a layer behind the one that used
+                                           it is known; for prompts, once the copies that read it are done; where a copy
+                                           on a guess may be reading it, once that is done (`KeepingStep.let_go`)
+    the table on the card                  by a launch on the main stream, before a stretch: zero before a row is
+                                           written to, its address once the row is whole
+    page-locked memory for the card        by the CPU, once the last token's logits, or a later choice, have come
+    page-locked memory for the CPU         by the card; the CPU resets a layer's choice before the stretch is queued
+    the graphs and the state they touch    graphs go before any tensor they touch is replaced
 """

@@ -10,7 +10,7 @@ import torch
 
 from nemolab.engine.attention import QUERY_ROWS
 from nemolab.engine.gpu.layers import PIECE_TOKENS, Norm
-from nemolab.engine.gpu.state import AttentionState
+from nemolab.engine.gpu.state import AttentionState, reserve_all
 from nemolab.engine.gpu.weights import CardWeights
 from nemolab.kernels.matvec import ADD
 
@@ -30,8 +30,8 @@ class AttentionSteps:
 
     def reserve(self, states: list[AttentionState]) -> None:
         """Before a token: room for it in the states of all layers, and scratch memory as large."""
+        reserve_all(states, 1)
         for state in states:
-            state.reserve(1)
             if state.keys.shape[0] != self._capacity:
                 self._capacity = state.keys.shape[0]
                 self._step = self._operators.AttentionStep(*self.shape, self._capacity, self._device)

@@ -3,7 +3,9 @@
 The driver tells a process's memory where it can: outside of containers, not on Windows' driver model. Where it cannot,
 ours is a difference: in use by everybody, less what others hold, less torch's own. What others hold was in use before
 this process touched the card, and is looked at anew whenever nothing of ours is under way (`begin`), so that programs
-which come and go between passes are not taken for ours.
+which come and go between passes are not taken for ours. What another program takes while a pass of ours runs cannot be
+told from ours: it is counted in until the difference falls again. Where it matters, whoever reads the figure is told
+that it is a difference (`source`), and a limit that follows from it is loosened when it falls.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ class Beside:
         # A container may show other processes under numbers of its own: then one of them can have ours.
         self._by_process = meter is not None and (meter.touched or meter.own_bytes() is None)
         if meter is not None and not meter.touched:
-            self.bytes, self.source = 0, DIFFERENCE
+            self.bytes, self.source, self._others_bytes = 0, DIFFERENCE, meter.used_bytes()
         elif meter is not None:
             self.why_assumed = "this process used the card before, and the driver does not tell processes apart"
         self.peak_bytes = self.bytes or 0

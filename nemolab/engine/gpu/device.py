@@ -9,7 +9,8 @@ from weakref import WeakSet
 
 import torch
 
-from nemolab.engine.gpu.beside import beside_of
+from nemolab.engine.gpu import allocator
+from nemolab.engine.gpu.beside import DIFFERENCE, beside_of
 from nemolab.engine.gpu.stretches import CardGraphs, Repeats
 from nemolab.errors import EngineError, StoreError
 from nemolab.store.page_lock import Driver
@@ -22,6 +23,7 @@ class Usage(NamedTuple):
 
     allocated  torch's tensors; reserved  held by torch; beside  held by this process beside torch, None: not known
     used       by everybody; total  there are
+    told       beside is what the driver tells of this process; else a difference, which may count others in
     """
 
     allocated_bytes: int
@@ -29,6 +31,7 @@ class Usage(NamedTuple):
     beside_bytes: int | None
     used_bytes: int
     total_bytes: int
+    told: bool = True
 
     @property
     def free_bytes(self) -> int:
@@ -47,8 +50,7 @@ class Card:
     def __init__(self, index: int):
         _check_card(index)
         self._beside, self._limit_bytes = beside_of(index), None  # looked at before this process touches the card
-        if torch.cuda.is_initialized():
-            self._beside.begin(torch.cuda.memory_reserved(index))
+        self._beside.begin(torch.cuda.memory_reserved(index))  # 0 where torch has not begun, which this does not change
         self.torch_device = torch.device("cuda", index)
         torch.cuda.set_device(self.torch_device)
         try:
@@ -104,16 +106,17 @@ class Card:
 
         It holds for the process: of several engines on a card, the tightest limit.
         """
-        self._limit_bytes = nbytes
-        (self._limited.discard if nbytes is None else self._limited.add)(self)
-        limits = [card._limit_bytes for card in self._limited if card.torch_device == self.torch_device]
-        self.release()
-        fraction = min(1.0, min(limits) / self.total_bytes) if limits else 1.0
-        torch.cuda.set_per_process_memory_fraction(fraction, self.torch_device)
+        with allocator.LOCK:
+            self._limit_bytes = nbytes
+            (self._limited.discard if nbytes is None else self._limited.add)(self)
+            limits = [card._limit_bytes for card in self._limited if card.torch_device == self.torch_device]
+            fraction = min(1.0, min(limits) / self.total_bytes) if limits else 1.0
+            torch.cuda.set_per_process_memory_fraction(fraction, self.torch_device)
+            self.release()
 
     def release(self) -> None:
         """What torch keeps of freed memory goes back to the driver."""
-        torch.cuda.empty_cache()
+        allocator.give_back(self.torch_device)
 
     def begin(self) -> None:
         """Nothing of ours is under way: see `Beside.begin`."""
@@ -124,7 +127,8 @@ class Card:
         reserved_bytes = torch.cuda.memory_reserved(self.torch_device)
         beside_bytes = self._beside.end(reserved_bytes)
         allocated_bytes = torch.cuda.memory_allocated(self.torch_device)
-        return Usage(allocated_bytes, reserved_bytes, beside_bytes, total_bytes - free_bytes, total_bytes)
+        used_bytes, told = total_bytes - free_bytes, self._beside.source != DIFFERENCE
+        return Usage(allocated_bytes, reserved_bytes, beside_bytes, used_bytes, total_bytes, told)
 
     def memory(self) -> dict:
         """Bytes as found: by torch, beside it and how that is known, in use by everybody; and at the peak."""

@@ -1,7 +1,9 @@
 """The budget of a card's memory, and passes over the layers under it: watched before, meanwhile and after.
 
 torch keeps to a limit by itself. What the process takes beside torch (`beside`) has no limit, so it is measured, again
-when kernels were compiled and graphs made, and torch gets what the budget leaves.
+when kernels were compiled and graphs made, and torch gets what the budget leaves. A figure that the driver tells of
+this process only tightens torch's limit: what was taken once may be taken again. One that is a difference may count in
+what another program took meanwhile, so the limit follows it both ways.
 """
 
 from __future__ import annotations
@@ -12,11 +14,12 @@ from typing import TypeVar
 
 from nemolab.engine.gpu.device import Usage
 from nemolab.engine.gpu.plan import CardPlan
-from nemolab.errors import EngineError
+from nemolab.errors import EngineError, StoreError
 from nemolab.units import show_bytes
 
 # What may still come between one look and the next: the driver takes memory for kernels and graphs in small pieces.
 SPARE_BYTES = 16 * 2**20
+_DIFFERENCE = " (a difference: another program that began during a pass is counted, too, until it ends)"
 Result = TypeVar("Result")
 
 
@@ -40,7 +43,7 @@ class Guard:
         """
         # Something new is compiled or made with a prompt, with the first tokens behind it, and ever more rarely then.
         self._steps = 0 if tokens != 1 else self._steps + 1
-        watched = self.limit_bytes is not None and self._steps & (self._steps - 1) <= 0
+        watched = self.limit_bytes is not None and _is_power_of_two_or_0(self._steps)
         if watched:
             self._device.begin()
             self._check_held()
@@ -57,6 +60,10 @@ class Guard:
         self._check_held()
         return result
 
+    def take(self, what: str, compute: Callable[[], Result]) -> Result:
+        """The same for a little more, in whatever thread: only where memory ends, that is told in the same words."""
+        return self._compute(what, compute, "let go of other conversations, or allow more")
+
     def close(self) -> None:
         """No limit any more, and what torch keeps of freed memory goes back. Closing twice is fine."""
         if self.limit_bytes is None:
@@ -68,8 +75,10 @@ class Guard:
     def _compute(self, what: str, compute: Callable[[], Result], advice: str) -> Result:
         try:
             return compute()
-        except RuntimeError as problem:  # torch.OutOfMemoryError is one; the driver's own word for kernels is another
-            if "out of memory" not in str(problem):
+        # torch.OutOfMemoryError is a RuntimeError; the driver's own word for kernels is another, and that for copies,
+        # CUDA_ERROR_OUT_OF_MEMORY, comes as a StoreError.
+        except (RuntimeError, StoreError) as problem:
+            if "out of memory" not in str(problem).lower().replace("_", " "):
                 raise
             said = ". ".join(str(problem).split(". ")[:2]).removesuffix(".")
             held = self._explain(advice)
@@ -86,7 +95,8 @@ class Guard:
         if usage is not None and usage.beside_bytes is not None:
             beside_bytes = max(beside_bytes, usage.beside_bytes + SPARE_BYTES)
         limit_bytes = max(0, self._plan.budget_bytes - beside_bytes)
-        if self.limit_bytes is None or limit_bytes < self.limit_bytes:
+        loosened = usage is not None and not usage.told and limit_bytes != self.limit_bytes
+        if self.limit_bytes is None or limit_bytes < self.limit_bytes or loosened:
             self.limit_bytes = limit_bytes
             self._device.set_limit(limit_bytes)
 
@@ -99,8 +109,9 @@ class Guard:
             torch_holds, beside = show_bytes(usage.reserved_bytes), show_bytes(self._beside(usage))
             raise EngineError(
                 f"this process holds {show_bytes(self._ours(usage))} of the card's memory ({torch_holds} by torch, "
-                f"{beside} beside it), more than the {show_bytes(self._plan.budget_bytes)} that vram_gib allows: let "
-                "go of other conversations and tensors, or allow more"
+                f"{beside} beside it{_DIFFERENCE if not usage.told else ''}), more than the "
+                f"{show_bytes(self._plan.budget_bytes)} that vram_gib allows: let go of other conversations and "
+                "tensors, or allow more"
             )
 
     def _is_over(self, usage: Usage | None) -> bool:
@@ -118,7 +129,7 @@ class Guard:
         if usage is None:
             return ""
         torch_holds, beside = show_bytes(usage.reserved_bytes), show_bytes(self._beside(usage))
-        ours = f"; torch holds {torch_holds}, {beside} are taken beside it"
+        ours = f"; torch holds {torch_holds}, {beside} are taken beside it{_DIFFERENCE if not usage.told else ''}"
         others_bytes = max(0, usage.used_bytes - self._ours(usage))
         card = (
             f"; other programs hold {show_bytes(others_bytes)} of the card's {show_bytes(usage.total_bytes)}, "
@@ -130,3 +141,7 @@ class Guard:
         if usage.free_bytes < self.limit_bytes - usage.reserved_bytes:
             return f"{ours}, of {budget} that vram_gib allows{card}: it is the card that is full, not the budget"
         return f"{ours}, of {budget} that vram_gib allows; {advice}"
+
+
+def _is_power_of_two_or_0(count: int) -> bool:
+    return count & (count - 1) == 0  # taking 1 away clears the lowest bit that is set: the only one, of a power of two

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import pairwise
 
 import numpy as np
@@ -18,7 +19,7 @@ from nemolab.engine.gpu.moe import MoeLayer
 from nemolab.engine.gpu.operators import find_operators
 from nemolab.engine.gpu.plan import LOGIT_ROWS, card_dense_bytes
 from nemolab.engine.gpu.prompt_experts import PromptExperts
-from nemolab.engine.gpu.state import AttentionState, empty_state
+from nemolab.engine.gpu.state import AttentionState, empty_state, reserve_all
 from nemolab.engine.gpu.stretches import LONG_PROMPT_TOKENS, Stretches
 from nemolab.engine.gpu.table import ExpertTable, TableKeeper
 from nemolab.engine.gpu.token_parts import TokenParts
@@ -61,6 +62,8 @@ class CardModel:
         self._finder = Finder(cache, self.memory, keeper, device)
         step = make_step(trials, transfer, store, self._table, scales_2, device, operators)
         if trials.speculate:
+            # The cache knows one watcher. Copies on a guess, which nobody waits for, must have ended before what they
+            # read is overwritten; only then the table is told. Without guesses, the table alone.
             cache.watcher = CopyWatcher(keeper, step)
         self._parts = TokenParts(config, step, Stretches(device.new_graphs), device, operators)
         self._parts.shared_first = trials.shared_first
@@ -104,7 +107,8 @@ class CardModel:
         return self._prompts.copies
 
     def new_state(self) -> State:
-        return empty_state(self.config, self.device.torch_device)
+        self.device.use()
+        return empty_state(self.config, self.device.torch_device, self._guard.take)
 
     def set_recorder(self, recorder: Recorder | None) -> None:
         """Let a recorder be told everything from now on, or (None) nobody."""
@@ -127,7 +131,11 @@ class CardModel:
         self._parts.force(chosen, guesses)
 
     def prompt(self, ids: torch.Tensor, state: State) -> torch.Tensor:
-        """ids int64 [tokens] on the CPU -> normed hidden states [tokens, hidden] on the card."""
+        """ids int64 [tokens] on the CPU -> normed hidden states [tokens, hidden] on the card.
+
+        A token that broke off before needs no mending here, as it does before the next token (`Decoder`): a prompt
+        looks at no table and none of a token's buffers, and what the token had queued comes first on the same stream.
+        """
         self.device.use()
         if self._recorder:
             self._recorder.begin_step(PREFILL, state, ids)
@@ -145,9 +153,7 @@ class CardModel:
 
     def _prompt(self, ids: torch.Tensor, state: State) -> torch.Tensor:
         # What stays comes first: see `state`.
-        for layer_state in state.layers:
-            if isinstance(layer_state, AttentionState):
-                layer_state.reserve(ids.shape[0])
+        reserve_all([layer for layer in state.layers if isinstance(layer, AttentionState)], ids.shape[0])
         x = torch.empty(ids.shape[0], self.config.hidden_size, device=self.device.torch_device)
         for some, piece in zip(ids.split(EMBEDDED_TOKENS), x.split(EMBEDDED_TOKENS), strict=True):
             piece.copy_(self._embed(some))
@@ -187,11 +193,14 @@ class CardModel:
 
     def close(self) -> None:
         """Wait for the card and unlock what is page-locked. Closing twice is fine."""
-        self.device.use()
-        self._finder.cache.watcher = None
-        self.device.wait()
-        for part in (self._decoder, self._parts, self._parts.step, self._finder, self._table, self._token, self.memory):
-            part.close()
+        parts = (self._decoder, self._parts, self._parts.step, self._finder, self._table, self._token, self.memory)
+        # Each whatever the others raise, the cache's memory above all: it may not go while it is page-locked.
+        with ExitStack() as stack:
+            for part in reversed(parts):
+                stack.callback(part.close)
+            self._finder.cache.watcher = None
+            self.device.use()
+            self.device.wait()
 
 
 def _head(norm: Norm, head, hidden: int, vocab: int, device) -> Callable[[torch.Tensor], torch.Tensor]:

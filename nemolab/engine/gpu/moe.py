@@ -85,9 +85,7 @@ class MoeLayer:
             self.latent_down.multiply(h, step.x)
         if self.shared and not parts.shared_first:
             # It reads the card's memory while the experts cross the bus.
-            parts.branch.run(lambda: self.shared.add_step(h, x))
-            step.start(layer)
-            parts.branch.join()
+            parts.branch.run(lambda: self.shared.add_step(h, x), lambda: step.start(layer))
         else:
             step.start(layer)
 

@@ -107,10 +107,12 @@ class CardSide:
     def close(self) -> None:
         """Before the cache's memory goes. Closing twice is fine."""
         model, self._model = self._model, None
-        if model is not None:
-            model.close()
-            del model
-        self.guard.close()
+        try:
+            if model is not None:
+                model.close()
+        finally:
+            del model  # what it holds goes back with the guard
+            self.guard.close()
 
 
 def _budget_bytes(gib: float | None, least_bytes: Callable[[], int]) -> int | None:

@@ -14,6 +14,9 @@ from contextlib import suppress
 
 import torch
 
+from nemolab.engine.gpu import allocator
+from nemolab.progress import say
+
 # Graphs go before longer prompts: what the driver keeps for them is needed there, and recording takes less than that.
 LONG_PROMPT_TOKENS = 256
 
@@ -22,26 +25,40 @@ class CardGraphs:
     """Records CUDA graphs that share one pool of memory, which goes with the last of them."""
 
     def __init__(self, device: torch.device):
-        self._pool = torch.cuda.graph_pool_handle()
+        self._device, self._pool = device, torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # the default one cannot be recorded
 
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+    def record(self, work: Callable[[], None]) -> Callable[[], None] | None:
         """What `work` queues on torch's current stream, nothing of it run: a function that queues it all at once.
 
+        None where the driver makes no graph of it. What `work` raises comes out as it is.
         `torch.cuda.graph` does the same, but collects garbage and waits for the card each time.
         """
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
-            # Other threads may do what they like meanwhile: open another engine, say.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        with allocator.LOCK, torch.cuda.stream(self._stream):
             try:
+                # Other threads may do what they like meanwhile, but for giving memory back: open another engine, say.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 work()
             except BaseException:
-                with suppress(Exception):  # it has failed with what was being recorded
-                    graph.capture_end()
+                self._end(graph)
                 raise
-            graph.capture_end()
+            problem = self._end(graph)
+        if problem is not None:
+            say(f"card: tokens go on kernel by kernel, since no graph could be made of them: {problem}")
+            return None
         return graph.replay
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> Exception | None:
+        """Record no more; why there is no graph."""
+        try:
+            graph.capture_end()
+        except Exception as problem:
+            # Then torch may still take this thread's memory from the graph's pool, and refuse to give any back.
+            with suppress(Exception):
+                torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+            return problem
+        return None
 
 
 class Repeats:
@@ -66,21 +83,27 @@ class Branch:
     def _branches(self) -> bool:
         return self.wanted and self._device.is_recording()
 
-    def run(self, work: Callable[[], None]) -> None:
-        """Queue work that needs what is queued so far, and nothing of what comes until `join`, nor that of it."""
+    def run(self, work: Callable[[], None], beside: Callable[[], None]) -> None:
+        """Queue two works that need what is queued so far and nothing of each other; what comes then is after both."""
         if not self._branches:
             work()
+            beside()
             return
         self._forked.record(self._device.main_stream())
         self._stream.wait_event(self._forked)
-        with self._device.current(self._stream):
-            work()
-            self._joined.record(self._stream)
+        try:
+            with self._device.current(self._stream):
+                work()
+            beside()
+        except BaseException:
+            with suppress(Exception):  # what is being recorded cannot be ended, not even as failed, with a branch open
+                self._join()
+            raise
+        self._join()
 
-    def join(self) -> None:
-        """What is queued from here on comes after both."""
-        if self._branches:
-            self._device.main_stream().wait_event(self._joined)
+    def _join(self) -> None:
+        self._joined.record(self._stream)
+        self._device.main_stream().wait_event(self._joined)
 
 
 class Stretches:
@@ -98,8 +121,11 @@ class Stretches:
         """A token begins whose stretches work on these tensors of a state, beside others that are always the same."""
         # By identity, not address: another tensor may come to lie where one was freed. And weakly: no conversation is
         # kept in the card's memory because graphs were made of it.
-        self._alike = len(tensors) == len(self._met) and all(
-            [met() is tensor for met, tensor in zip(self._met, tensors, strict=True)]
+        met = self._met
+        self._alike = (
+            met is not None
+            and len(met) == len(tensors)
+            and all([known() is tensor for known, tensor in zip(met, tensors, strict=True)])
         )
         if not self._alike:
             self.drop()
@@ -114,12 +140,18 @@ class Stretches:
         if replay is None:
             if self._graphs is None:
                 self._graphs = self._make_graphs()
-            replay = self._recorded[number] = self._graphs.record(work)
+            replay = self._graphs.record(work)
+            if replay is None:
+                self.drop()
+                self.wanted = False
+                work()
+                return
+            self._recorded[number] = replay
         replay()
 
     def drop(self) -> None:
         """Let go of all graphs. Whenever something else that a stretch does or touches has changed."""
         self._recorded: dict[int, Callable[[], None]] = {}
         self._graphs: CardGraphs | Repeats | None = None
-        self._met: list[weakref.ref] = []
+        self._met: list[weakref.ref] | None = None  # none yet: a state without tensors has a first token, too
         self._alike = False
