@@ -306,7 +306,7 @@ def open_on(card, path, monkeypatch, **settings):
 def test_without_a_budget_what_is_free_decides_the_passes(path, monkeypatch):
     ample = open_on(TakenCard(7 * GIB), path, monkeypatch)
     tight = open_on(TakenCard(ample["total_bytes"] - 1), path, monkeypatch)
-    assert tight["pass_tokens"] < ample["pass_tokens"] == 8192
+    assert tight["piece_tokens"] < ample["piece_tokens"] == 1024 and ample["pass_tokens"] == 8192
     with pytest.raises(EngineError, match=r"a card has room for 512\.00 MiB, but this model takes"):
         open_on(TakenCard(512 * MIB), path, monkeypatch)
 

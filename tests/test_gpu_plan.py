@@ -37,7 +37,7 @@ def published(shape):
 def test_the_large_model_fits_a_card_of_8_gib_with_a_prompt_of_8192_tokens():
     """6.55 GiB dense in 3.5-Super's form, a state of 8,192 tokens, their prompt whole through each layer."""
     plan = plan_card(published("super35"), 32, 8 * GIB)
-    assert plan.pass_tokens == 8192 and plan.total_bytes <= 8 * GIB
+    assert (plan.pass_tokens, plan.piece_tokens) == (8192, 512) and plan.total_bytes <= 8 * GIB
     assert plan.dense_bytes == pytest.approx(6.55 * GIB, rel=0.01)
     assert plan.state_bytes == 4 * (8 * 2 * 8192 * 256 + 40 * (8192 * 128 + 10240 * 3))
 
@@ -48,12 +48,13 @@ def test_slots_of_a_token_shorten_the_passes_of_a_full_card(transfer, pass_token
     assert plan.pass_tokens == pass_tokens and plan.total_bytes <= 8 * GIB
 
 
-def test_a_smaller_budget_shortens_the_passes_and_not_the_conversation():
-    store = published("nano")
-    ample = plan_card(store, 32, None)
-    tight = plan_card(store, 32, ample.total_bytes - 1)
-    assert tight.pass_tokens == ample.pass_tokens // 2 and tight.total_bytes < ample.total_bytes
-    assert tight.state_bytes >= ample.state_bytes
+def test_a_smaller_budget_shortens_pieces_then_passes_and_never_the_conversation():
+    store, plans = published("nano"), [plan_card(published("nano"), 32, None)]
+    for _ in range(3):
+        plans.append(plan_card(store, 32, plans[-1].total_bytes - 1))
+    lengths = [(plan.pass_tokens, plan.piece_tokens) for plan in plans]
+    assert lengths == [(8192, 1024), (8192, 512), (4096, 1024), (4096, 512)]
+    assert all(plan.state_bytes >= plans[0].state_bytes for plan in plans)
 
 
 def test_the_plan_knows_the_dense_weights(tmp_path):

@@ -39,7 +39,7 @@ def test_no_bit_of_a_prompt_depends_on_halves_stretches_or_the_cache(device, sma
         assert torch.equal(engine.prefill(IDS, engine.new_state()), wanted), "all experts cached"
     for half, pairs in ((1, 4096), (5, 4096), (8, 7), (12, 40)):
         monkeypatch.setattr(prompt_experts, "HALF", half)
-        monkeypatch.setattr(prompt_experts, "PAIRS", pairs)
+        monkeypatch.setattr("nemolab.engine.gpu.model.PAIRS", pairs / 1024)  # for each token of a piece
         with Engine(small_path, device=device, ram_cache_slots=3) as engine:
             assert torch.equal(engine.prefill(IDS, engine.new_state()), wanted), (half, pairs)
 
@@ -99,7 +99,7 @@ def test_copies_are_waited_for_where_their_memory_is_read_into_next(hits, enters
     cache = SimpleNamespace(ring=10, slots=100, stream_rows=stream_rows, prompt_enters=enters)
     memory = SimpleNamespace(block_bytes=4096, address_of=lambda row: 4096 * row, is_seen=lambda row: True)
     operators = SimpleNamespace(expert_prompt=lambda *_: None, add_experts=lambda *_: None)
-    prompts = PromptExperts((16, 16), cache, memory, device, operators)
+    prompts = PromptExperts((16, 16), 4096, cache, memory, device, operators)
     routing = prompts.sort(torch.arange(30).flip(0).view(15, 2), torch.ones(15, 2), 30)
     prompts.run(0, torch.zeros(15, 16, dtype=torch.bfloat16), routing, torch.ones(30, 2), None)
     assert unended == ([10, 20, 30] if hits and not enters else [0, 0, 0])
@@ -110,7 +110,7 @@ def test_copies_are_waited_for_where_their_memory_is_read_into_next(hits, enters
 def test_pairs_are_sorted_by_expert_and_a_tokens_places_ascend():
     device = StandIn()
     memory = SimpleNamespace(block_bytes=4096)
-    prompts = PromptExperts((16, 16), SimpleNamespace(ring=4), memory, device, SimpleNamespace())
+    prompts = PromptExperts((16, 16), 4096, SimpleNamespace(ring=4), memory, device, SimpleNamespace())
     experts, weights = torch.tensor([[5, 1], [0, 5], [1, 3]]), torch.tensor([[0.5, 0.1], [0.2, 0.6], [0.3, 0.4]])
     routing = prompts.sort(experts, weights, 7)
     assert routing.pairs.tolist() == [2, 1, 4, 5, 0, 3]

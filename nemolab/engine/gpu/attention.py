@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 
 from nemolab.engine.attention import QUERY_ROWS
-from nemolab.engine.gpu.layers import PIECE_TOKENS, Norm
+from nemolab.engine.gpu.layers import Norm
 from nemolab.engine.gpu.state import AttentionState, reserve_all
 from nemolab.engine.gpu.weights import CardWeights
 from nemolab.kernels.matvec import ADD
 
-SCORES_BYTES = 40 * 2**20  # float32 scores held at once: no more than a Mamba layer's inputs, whose memory they take
+SCORES_BYTES = 40 * 2**10  # of float32 scores held at once for each token of a piece: about as a Mamba layer's inputs
 
 
 class AttentionSteps:
@@ -46,7 +46,7 @@ class AttentionLayer:
 
     def __init__(self, config, weights: CardWeights, index: int, steps: AttentionSteps):
         self.heads, self.kv_heads, self.head_dim = steps.shape
-        self._steps = steps
+        self._steps, self._piece_tokens = steps, weights.piece_tokens
         name, hidden = f"backbone.layers.{index}", config.hidden_size
         width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
         self.norm = Norm(weights, f"{name}.norm.weight", hidden, config.layer_norm_epsilon)
@@ -70,14 +70,14 @@ class AttentionLayer:
         """x float32 [tokens, hidden] plus the mixer's output, in place; keys and values are appended."""
         tokens, before = x.shape[0], state.tokens
         state.reserve(tokens)  # as a rule there is room already: see `CardModel`
-        for start in range(0, tokens, PIECE_TOKENS):
-            piece = slice(before + start, before + min(start + PIECE_TOKENS, tokens))
-            h = self.norm.new(x[start : start + PIECE_TOKENS])
+        for start in range(0, tokens, self._piece_tokens):
+            piece = slice(before + start, before + min(start + self._piece_tokens, tokens))
+            h = self.norm.new(x[start : start + self._piece_tokens])
             self.k_proj.apply(h, state.keys[piece])
             self.v_proj.apply(h, state.values[piece])
         state.tokens, position = before + tokens, before
-        rows = query_rows(self.heads, state.tokens)
-        for piece in x.split(PIECE_TOKENS):
+        rows = query_rows(self.heads, state.tokens, self._piece_tokens)
+        for piece in x.split(self._piece_tokens):
             queries = self.q_proj.apply(self.norm.new(piece))
             mixed = torch.empty(queries.shape, dtype=torch.bfloat16, device=x.device)
             for some, out in zip(queries.split(rows), mixed.split(rows), strict=True):
@@ -86,9 +86,9 @@ class AttentionLayer:
             self.o_proj.apply(mixed, piece, ADD)
 
 
-def query_rows(heads: int, tokens: int) -> int:
+def query_rows(heads: int, tokens: int, piece_tokens: int) -> int:
     """How many queries attend at once to so many keys: SCORES_BYTES bounds what they take."""
-    return max(1, min(QUERY_ROWS, SCORES_BYTES // (4 * heads * tokens)))
+    return max(1, min(QUERY_ROWS, piece_tokens * SCORES_BYTES // (4 * heads * tokens)))
 
 
 def attend(

@@ -12,8 +12,6 @@ from nemolab.engine.gpu.state import MambaState
 from nemolab.engine.gpu.weights import CardWeights
 from nemolab.kernels.matvec import ADD, RELU2
 
-PIECE_TOKENS = 1024  # tokens projected at once: these outputs are the widest activations of the model
-
 
 class Norm:
     """An RMS norm."""
@@ -36,8 +34,7 @@ class MambaLayer:
     def __init__(self, config, weights: CardWeights, index: int):
         self.heads, self.head_dim = config.mamba_num_heads, config.mamba_head_dim
         self.groups, self.state_size = config.n_groups, config.ssm_state_size
-        self.inner = self.heads * self.head_dim
-        self.conv_dim = self.inner + 2 * self.groups * self.state_size
+        self.inner, self.conv_dim = config.mamba_inner, config.mamba_conv_dim
         self.eps, self.dt_limit = config.layer_norm_epsilon, config.time_step_limit
         name, hidden = f"backbone.layers.{index}", config.hidden_size
         self.norm = Norm(weights, f"{name}.norm.weight", hidden, self.eps)
@@ -57,6 +54,7 @@ class MambaLayer:
             self.conv, self.conv_bias, self.a, self.d, self.dt_bias, self.dt_limit, self.gated_norm, self.groups,
             self.eps,
         )  # fmt: skip
+        self._piece_tokens = weights.piece_tokens
         self._step, self._prompt = weights.operators.MambaStep(*mixer), weights.operators.MambaPrompt(*mixer)
         self._h, self._projected, self._y = (
             torch.empty(size, device=weights.device) for size in (hidden, self.in_proj.rows, self.inner)
@@ -70,7 +68,7 @@ class MambaLayer:
 
     def prompt(self, x: torch.Tensor, state: MambaState) -> None:
         """x float32 [tokens, hidden] plus the mixer's output, in place; the state moves on by these tokens."""
-        for piece in x.split(PIECE_TOKENS):
+        for piece in x.split(self._piece_tokens):
             h = self.norm.new(piece)
             y = self._mix(h, state)
             # The gate is the first part of in_proj, and is not needed before: so it is not held meanwhile.
@@ -117,6 +115,7 @@ class MlpLayer:
         name = f"backbone.layers.{index}"
         self.norm = Norm(weights, f"{name}.norm.weight", config.hidden_size, config.layer_norm_epsilon)
         self.mlp = Mlp(weights, f"{name}.mixer", config.hidden_size, config.intermediate_size)
+        self._piece_tokens = weights.piece_tokens
         self._h = torch.empty(config.hidden_size, device=weights.device)
 
     def step(self, x: torch.Tensor, state: None) -> None:
@@ -125,5 +124,5 @@ class MlpLayer:
 
     def prompt(self, x: torch.Tensor, state: None) -> None:
         """x float32 [tokens, hidden] plus the MLP's output, in place."""
-        for piece in x.split(PIECE_TOKENS):
+        for piece in x.split(self._piece_tokens):
             self.mlp.add_prompt(self.norm.new(piece), piece)

@@ -18,7 +18,7 @@ from nemolab.engine.gpu.layers import MambaLayer, MlpLayer, Norm
 from nemolab.engine.gpu.moe import MoeLayer
 from nemolab.engine.gpu.operators import find_operators
 from nemolab.engine.gpu.plan import LOGIT_ROWS, card_dense_bytes
-from nemolab.engine.gpu.prompt_experts import PromptExperts
+from nemolab.engine.gpu.prompt_experts import PAIRS, PromptExperts
 from nemolab.engine.gpu.state import AttentionState, empty_state, reserve_all
 from nemolab.engine.gpu.stretches import LONG_PROMPT_TOKENS, Stretches
 from nemolab.engine.gpu.table import ExpertTable, TableKeeper
@@ -41,9 +41,12 @@ class CardModel:
     transfer  how a token's experts reach the arithmetic: see `moe_step`
     prefetch  how many guesses for the next MoE layer are read while one computes
     guard     watches the card's memory; trials  what is tried, as a rule nothing
+    piece_tokens  of a prompt that layers project at once
     """
 
-    def __init__(self, store, cache, team: Team, device, transfer: str, prefetch: int, guard: Guard, trials: Trials):
+    def __init__(
+        self, store, cache, team: Team, device, transfer: str, prefetch: int, guard: Guard, trials: Trials, piece_tokens
+    ):
         config, operators = store.config, find_operators(device.torch_device)
         for field, known in ACTIVATIONS.items():
             if getattr(config, field) not in known:
@@ -53,7 +56,7 @@ class CardModel:
         self.config, self.team, self.device, self._prefetch = config, team, device, prefetch
         self._guard, self._guesses = guard, max(prefetch, trials.speculate)
         stored = DenseWeights(store, team)
-        weights = CardWeights(stored, card_dense_bytes(store), device.torch_device, operators)
+        weights = CardWeights(stored, card_dense_bytes(store), piece_tokens, device.torch_device, operators)
         self.embeddings = stored.matrix("backbone.embeddings", config.vocab_size, config.hidden_size)
         self.memory = CacheMemory(cache, device)
         scales_2 = torch.from_numpy(np.ascontiguousarray(store.globals)).to(device.torch_device)
@@ -67,7 +70,9 @@ class CardModel:
             cache.watcher = CopyWatcher(keeper, step)
         self._parts = TokenParts(config, step, Stretches(device.new_graphs), device, operators)
         self._parts.shared_first = trials.shared_first
-        prompts = self._prompts = PromptExperts(store.expert_shape, cache, self.memory, device, operators)
+        prompts = self._prompts = PromptExperts(
+            store.expert_shape, int(PAIRS * piece_tokens), cache, self.memory, device, operators
+        )
         self._token = TokenInput(config.hidden_size, device)
         attention, ordinal = AttentionSteps(config, device.torch_device, operators, self._token.tokens), 0
         self.layers = []

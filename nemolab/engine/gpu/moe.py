@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from nemolab.checkpoint.formats import GROUP
-from nemolab.engine.gpu.layers import PIECE_TOKENS, Mlp, Norm
+from nemolab.engine.gpu.layers import Mlp, Norm
 from nemolab.engine.gpu.token_parts import TokenParts
 from nemolab.engine.gpu.weights import CardWeights
 from nemolab.kernels.matvec import ADD
@@ -35,6 +35,7 @@ class MoeLayer:
         self.ordinal, self.cache, self.scales_2, self._store = ordinal, cache, scales_2, store
         self._parts, self.prompt_experts = parts, prompts
         self._weights, self._config, self.routing = weights, config, parts.routing
+        self._piece_tokens = weights.piece_tokens
         hidden, width = config.hidden_size, config.expert_in
         name = f"backbone.layers.{index}"
         self._gate_name = f"{name}.mixer.gate"
@@ -102,7 +103,7 @@ class MoeLayer:
     def prompt(self, x: torch.Tensor, state: None) -> None:
         """x [tokens, hidden] plus the layer's output, in place; each needed expert is read at most once."""
         recorder, chosen, seen = self.recorder, [], []
-        for piece in x.split(PIECE_TOKENS):
+        for piece in x.split(self._piece_tokens):
             h = self.norm.new(piece, torch.float32)
             # What decides is not rounded.
             chosen.append(router_step_torch(self.card_gate.apply_float32(h), self.card_bias, *self.routing))
@@ -113,7 +114,7 @@ class MoeLayer:
         routing = self.prompt_experts.sort(experts, weights, self._config.n_experts)
         # While the CPU waits for the choice, and while the first experts cross the bus: all that does not need them.
         latent = torch.empty(x.shape[0], self._config.expert_in, dtype=torch.bfloat16, device=x.device)
-        for piece, entering in zip(x.split(PIECE_TOKENS), latent.split(PIECE_TOKENS), strict=True):
+        for piece, entering in zip(x.split(self._piece_tokens), latent.split(self._piece_tokens), strict=True):
             h = self.norm.new(piece)
             entering.copy_(self.latent_down.apply(h) if self.latent_down else h)
             if self.shared:
@@ -125,7 +126,7 @@ class MoeLayer:
         if recorder:
             known = experts.cpu().numpy(), weights.cpu().numpy()
             recorder.prompt_layer(self.ordinal, torch.cat(seen), *known, active, self.cache.missed)
-        for piece, leaving in zip(x.split(PIECE_TOKENS), routed.split(PIECE_TOKENS), strict=True):
+        for piece, leaving in zip(x.split(self._piece_tokens), routed.split(self._piece_tokens), strict=True):
             if self.latent_up:
                 self.latent_up.apply(leaving.bfloat16(), piece, ADD)
             else:

@@ -21,10 +21,11 @@ import torch
 from nemolab.checkpoint.formats import GROUP
 from nemolab.engine.gpu.cache_memory import CacheMemory
 from nemolab.store import ExpertCache
+from nemolab.store.layout import BlockLayout
 from nemolab.store.page_lock import CopyBatch
 
 HALF = 8  # blocks of half the ring on the card: copied by one call, computed on by one launch of each kernel
-PAIRS = 4096  # (token, rank) pairs in a stretch, at most
+PAIRS = 4  # (token, rank) pairs in a stretch, at most, for each token of a piece
 BIT_ROWS = 512  # pairs whose active neurons are counted at once, for a recorder
 
 
@@ -50,14 +51,14 @@ class Routing(NamedTuple):
 class PromptExperts:
     """The routed experts of prompt passes, layer by layer, on torch's current stream.
 
-    shape  (I, X) of an expert; ring memory of 2 * HALF blocks is taken on the device
+    shape  (I, X) of an expert; pairs  in a stretch, at most; memory of 2 * HALF blocks is taken on the device
     .copies  blocks queued for copying so far
     """
 
-    def __init__(self, shape: tuple[int, int], cache: ExpertCache, memory: CacheMemory, device, operators):
+    def __init__(self, shape: tuple[int, int], pairs: int, cache: ExpertCache, memory: CacheMemory, device, operators):
         self._shape, self._cache, self._memory, self._device = shape, cache, memory, device
-        self._operators = operators
-        self._half, self._block_bytes = min(HALF, cache.ring), shape[0] * shape[1] * 9 // 8
+        self._operators, self._pairs = operators, pairs
+        self._half, self._block_bytes = min(HALF, cache.ring), BlockLayout("neuron", *shape).payload_bytes
         there, blocks = device.torch_device, ring_blocks(cache.ring)
         self._ring = torch.empty(blocks, memory.block_bytes, dtype=torch.uint8, device=there)
         places = memory.block_bytes * np.arange(blocks, dtype=np.int64) + self._ring.data_ptr()
@@ -102,7 +103,7 @@ class PromptExperts:
         starts = routing.told.numpy().astype(np.int64)
         needed = np.flatnonzero(np.diff(starts))
         out = torch.zeros(tokens, width, device=there)
-        held = min(PAIRS, tokens * top_k)
+        held = min(self._pairs, tokens * top_k)
         h = torch.empty(held, inter, dtype=torch.bfloat16, device=there)
         results = torch.empty(held, width, device=there)
         done = 0
@@ -114,7 +115,7 @@ class PromptExperts:
                 turn, mine = self._copy(rows), slice(done, done + len(rows))
                 done += len(rows)
                 addresses, ids = self._addresses[turn, : len(rows)], routing.ids[mine]
-                for stretch, most in _stretches(starts[needed[mine]], starts[needed[mine] + 1]):
+                for stretch, most in _stretches(starts[needed[mine]], starts[needed[mine] + 1], self._pairs):
                     self._operators.expert_prompt(
                         addresses, ids, inter, scales_2, routing.starts, routing.pairs, stretch, most, top_k, x, h,
                         results,
@@ -159,10 +160,10 @@ def ring_blocks(cache_ring: int) -> int:
     return 2 * min(HALF, cache_ring)
 
 
-def _stretches(starts: np.ndarray, ends: np.ndarray) -> Iterator[tuple[tuple[int, int], int]]:
+def _stretches(starts: np.ndarray, ends: np.ndarray, pairs: int) -> Iterator[tuple[tuple[int, int], int]]:
     """((begin, end), most) of stretches of the pairs of neighbouring experts; most: the pairs of one expert in it."""
-    for begin in range(int(starts[0]), int(ends[-1]), PAIRS):
-        end = min(begin + PAIRS, int(ends[-1]))
+    for begin in range(int(starts[0]), int(ends[-1]), pairs):
+        end = min(begin + pairs, int(ends[-1]))
         yield (begin, end), int((ends.clip(begin, end) - starts.clip(begin, end)).max())
 
 

@@ -68,6 +68,7 @@ class CardSide:
 
     def make_model(self, cache: ExpertCache, team, prefetch: int) -> CardModel:
         parts = (self._store, cache, team, self.device, self.transfer, prefetch, self.guard, self._trials)
+        parts += (self.plan.piece_tokens,)
         self._model = self.guard.load("this model", lambda: CardModel(*parts))
         return self._model
 

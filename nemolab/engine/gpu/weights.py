@@ -69,11 +69,12 @@ class Matrix:
 class CardWeights:
     """Reads dense weights out of a store onto a device, one at a time: no second copy of the model in RAM.
 
-    room_bytes  of all of them together, allocated at once
+    room_bytes    of all of them together, allocated at once
+    piece_tokens  of a prompt that layers project at once: their outputs are the widest activations of a model
     """
 
-    def __init__(self, stored: host.DenseWeights, room_bytes: int, device: torch.device, operators):
-        self.stored, self.device, self.operators = stored, device, operators
+    def __init__(self, stored: host.DenseWeights, room_bytes: int, piece_tokens: int, device: torch.device, operators):
+        self.stored, self.device, self.operators, self.piece_tokens = stored, device, operators, piece_tokens
         self._room = _Room(room_bytes, device)
         self.nbytes = 0
         self.has_module = stored.has_module
