@@ -1,5 +1,7 @@
 """The engine of a card against the CPU's: by its operators' twins, in Triton's interpreter, on a card where one is."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -7,12 +9,12 @@ from synthetic import one_thread, write_checkpoint
 from triton_interpreter import INTERPRETED, on_both
 
 from nemolab.engine import Engine
+from nemolab.engine.transfers import TRANSFERS
 from nemolab.errors import EngineError
 from nemolab.simulate import check_live
 
 IDS = [int(i) for i in torch.randint(32, 280, (40,), generator=torch.Generator().manual_seed(0))]
 SMALL = {"pattern": "ME*E-", "experts": 12, "inter": 80, "latent": 48, "hidden": 64, "shared_inter": 32, "top_k": 3}
-TRANSFERS = ["pull", "rows", "grouped", "whole"]
 # A prompt's inputs of matrices are rounded to BF16; a token's are not.
 STEP_NATS, PROMPT_NATS = 1e-9, 1e-3
 
@@ -55,6 +57,15 @@ def check_against_the_cpu(path, device, ids, **settings):
 
 def test_twins_equal_the_cpu_engine(small_path):
     check_against_the_cpu(small_path, "twin", IDS)
+
+
+def test_every_operator_of_a_card_has_a_twin():
+    from nemolab.engine.gpu import kernels, operators, twins
+
+    assert {name: callable(getattr(twins, name, None)) for name in kernels.__all__} == dict.fromkeys(
+        kernels.__all__, True
+    )
+    assert set(kernels.__all__) <= set(re.findall(r"\w+", operators.find_operators.__doc__))
 
 
 def test_comparison_with_the_cpu_can_fail(small_path, monkeypatch):

@@ -9,6 +9,7 @@ from synthetic import one_thread, write_checkpoint
 from nemolab.checkpoint.formats import matrix_bytes
 from nemolab.engine import Engine
 from nemolab.engine.gpu.plan import card_dense_bytes, plan_card
+from nemolab.engine.transfers import TRANSFERS
 from nemolab.store.layout import BlockLayout
 from nemolab.synthetic.shapes import make_form
 from nemolab.synthetic.tensors import list_linears
@@ -46,6 +47,22 @@ def test_the_large_model_fits_a_card_of_8_gib_with_a_prompt_of_8192_tokens():
 def test_slots_of_a_token_shorten_the_passes_of_a_full_card(transfer, pass_tokens):
     plan = plan_card(published("super35"), 32, 8 * GIB, transfer=transfer)
     assert plan.pass_tokens == pass_tokens and plan.total_bytes <= 8 * GIB
+
+
+@pytest.mark.parametrize("transfer", TRANSFERS)
+def test_a_token_takes_the_slots_that_its_step_makes(transfer):
+    """An up of 3,264 bytes, and slots that begin at multiples of 512."""
+    store = SimpleNamespace(**vars(published("tiny")) | {"expert_shape": (96, 64 - 4)})
+    (inter, width), top_k = store.expert_shape, store.config.top_k
+    layout = BlockLayout("neuron", inter, width)
+    copied = {"pull": 0, "whole": layout.payload_bytes}.get(transfer, layout.up_bytes)
+    assert copied % 512 or not copied
+    taken = plan_card(store, 1, None, transfer=transfer).experts_bytes - 2 * store.block_bytes
+    assert taken == 2 * top_k * whole(copied, 512) + 4 * top_k * width * whole(inter, 32) // 32
+
+
+def whole(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
 
 
 def test_a_smaller_budget_shortens_pieces_then_passes_and_never_the_conversation():

@@ -108,6 +108,7 @@ def test_published_sizes(name):
     """Nemotron-3-Super: 2 x 2688 x 1024 x 9/16 = 756 pages. Nano: 2 x 1856 x 2688 x 9/16 = 1370.25 pages, padded."""
     super_ = BlockLayout(name, 2688, 1024)
     assert super_.payload_bytes == super_.block_bytes == 3_096_576 == 756 * PAGE_BYTES
+    assert super_.up_bytes == 1_548_288 and BlockLayout("neuron", 48, 40).up_bytes == 48 * (20 + 3)
     nano = BlockLayout(name, 1856, 2688)
     assert nano.payload_bytes == 5_612_544 and nano.block_bytes == 1371 * PAGE_BYTES
 

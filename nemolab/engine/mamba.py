@@ -26,8 +26,7 @@ class MambaLayer:
     def __init__(self, config, weights: DenseWeights, index: int):
         self.heads, self.head_dim = config.mamba_num_heads, config.mamba_head_dim
         self.groups, self.state_size = config.n_groups, config.ssm_state_size
-        self.inner = self.heads * self.head_dim
-        self.conv_dim = self.inner + 2 * self.groups * self.state_size
+        self.inner, self.conv_dim = config.mamba_inner, config.mamba_conv_dim
         self.kernel = config.conv_kernel
         self.eps = config.layer_norm_epsilon
         self.dt_limit = config.time_step_limit

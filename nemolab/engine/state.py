@@ -73,13 +73,11 @@ class State:
     def empty(cls, config) -> State:
         """The state before the first token."""
         layers: list[MambaState | AttentionState | None] = []
-        inner = config.mamba_num_heads * config.mamba_head_dim
-        conv_dim = inner + 2 * config.n_groups * config.ssm_state_size
         kv_width = config.num_key_value_heads * config.head_dim
         for kind in config.layer_types:
             if kind == "mamba":
                 ssm = torch.zeros(config.mamba_num_heads, config.mamba_head_dim, config.ssm_state_size)
-                layers.append(MambaState(torch.zeros(conv_dim, config.conv_kernel - 1), ssm))
+                layers.append(MambaState(torch.zeros(config.mamba_conv_dim, config.conv_kernel - 1), ssm))
             elif kind == "attention":
                 layers.append(AttentionState(torch.empty(0, kv_width), torch.empty(0, kv_width)))
             else:
