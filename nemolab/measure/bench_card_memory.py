@@ -145,12 +145,13 @@ class Watch:
 
 def open_meter(device: str) -> CardMeter:
     """Asks the driver about a card that this process need not have used. Raises UsageError."""
+    from nemolab.engine.gpu.device import card_index
     from nemolab.system.nvml import CardMeter
 
-    kind, _, index = device.partition(":")
-    if kind != "cuda" or (index and not index.isdecimal()):
+    index = card_index(device)
+    if index is None:
         raise UsageError(f"device {device!r} has no memory of its own; 'cuda', 'cuda:1' and so on have")
     try:
-        return CardMeter(int(index or 0))
+        return CardMeter(index)
     except OSError as problem:
         raise UsageError(f"device {device!r}: the driver does not tell what is in use ({problem})") from None

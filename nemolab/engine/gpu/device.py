@@ -237,10 +237,16 @@ def open_device(name: str) -> Card | StandIn:
     """`cuda`, `cuda:1`, ... or `twin`. Raises EngineError for another name and where there is no such card."""
     if name == TWIN:
         return StandIn()
-    kind, _, index = name.partition(":")
-    if kind != "cuda" or (index and not index.isdecimal()):
+    index = card_index(name)
+    if index is None:
         raise EngineError(f"device {name!r}: this engine runs on 'cpu', 'cuda' or 'cuda:1' and so on")
-    return Card(int(index or 0))
+    return Card(index)
+
+
+def card_index(name: str) -> int | None:
+    """Which card `cuda` or `cuda:1` is, as torch counts; None for what is no card's name."""
+    kind, _, index = name.partition(":")
+    return int(index or 0) if kind == "cuda" and (not index or index.isdecimal()) else None
 
 
 def _check_card(index: int) -> None:
