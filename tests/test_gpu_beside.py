@@ -95,6 +95,16 @@ def test_without_the_drivers_word_what_is_beside_is_a_difference():
     assert beside.end(100 * MIB) == 0 and beside.peak_bytes == 550 * MIB
 
 
+def test_what_another_program_takes_during_a_pass_is_ours_until_it_goes():
+    driver = FakeDriver(used=0)
+    beside = Beside(meter(driver))
+    driver.used = 500 * MIB + 2 * GIB  # ours, and another program's
+    assert beside.end(reserved_bytes=0) == 500 * MIB + 2 * GIB
+    driver.used = 500 * MIB
+    beside.begin(0)
+    assert beside.end(0) == 500 * MIB
+
+
 def test_the_drivers_word_is_taken_where_it_can_be_true():
     driver = FakeDriver(used=GIB)
     beside = Beside(meter(driver))

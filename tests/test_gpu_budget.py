@@ -1,7 +1,10 @@
 """A budget of a card's memory that the process does not exceed, and of RAM, of which page-locked memory is a part."""
 
 import gc
+import json
 import math
+import subprocess
+import sys
 import weakref
 from types import SimpleNamespace
 
@@ -82,7 +85,7 @@ def test_a_difference_that_falls_again_loosens_the_limit_and_is_called_one():
         guard.limit_bytes
     )
     card.change(beside_bytes=3 * GIB + MIB)
-    with pytest.raises(EngineError, match=r"3\.00 GiB beside it \(a difference: another program .* until it ends\)"):
+    with pytest.raises(EngineError, match=r"3\.00 GiB beside it \(a difference: what another program took .*\)"):
         guard.run(5, "a prompt", lambda: None)
 
 
@@ -413,6 +416,25 @@ def test_a_card_tells_what_is_held_beside_torch(tiny_path):
     assert card["found"]["beside_is"] in (TOLD, DIFFERENCE), card["found"]
     assert 100 * MIB < card["found"]["beside_bytes"] < 2 * GIB
     assert max(sizes(card)) <= card["budget_bytes"] == 2 * GIB
+
+
+FIRST_ENGINE = """
+import json, sys
+from nemolab.engine import Engine
+with Engine(sys.argv[1], device="cuda", vram_gib=2) as engine:
+    engine.step(40, engine.new_state())
+    print(json.dumps(engine.memory()["card"]))
+"""
+
+
+@pytest.mark.gpu
+def test_the_first_engine_of_a_process_does_not_take_others_memory_for_its_own(tiny_path):
+    others = torch.empty(3 * GIB, dtype=torch.uint8, device="cuda")  # this process's, as another one sees it
+    done = subprocess.run([sys.executable, "-c", FIRST_ENGINE, str(tiny_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    card = json.loads(done.stdout.splitlines()[-1])
+    assert card["found"]["in_use_bytes"] > others.nbytes
+    assert 100 * MIB < card["found"]["beside_bytes"] < GIB and max(sizes(card)) <= 2 * GIB
 
 
 @pytest.mark.gpu

@@ -4,7 +4,8 @@ The driver tells a process's memory where it can: outside of containers, not on 
 ours is a difference: in use by everybody, less what others hold, less torch's own. What others hold was in use before
 this process touched the card, and is looked at anew whenever nothing of ours is under way (`begin`), so that programs
 which come and go between passes are not taken for ours. What another program takes while a pass of ours runs cannot be
-told from ours: it is counted in until the difference falls again. Where it matters, whoever reads the figure is told
+told from ours: it is counted in until the difference falls again. What goes between passes is taken for others' as far
+as they held any, and for ours beyond that: so ours is rather too much than too little. Whoever reads the figure is told
 that it is a difference (`source`), and a limit that follows from it is loosened when it falls.
 """
 

@@ -19,7 +19,7 @@ from nemolab.units import show_bytes
 
 # What may still come between one look and the next: the driver takes memory for kernels and graphs in small pieces.
 SPARE_BYTES = 16 * 2**20
-_DIFFERENCE = " (a difference: another program that began during a pass is counted, too, until it ends)"
+_DIFFERENCE = " (a difference: what another program took during a pass is counted, too)"
 Result = TypeVar("Result")
 
 
