@@ -8,7 +8,6 @@ Everything it takes (threads, descriptors, memory) goes back when the block ends
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,12 +20,14 @@ from nemolab.engine import memory
 from nemolab.engine.arguments import check_prefetch, check_threads, find_store, open_card, torch_threads
 from nemolab.engine.chat import Tokenizer, opens_thinking
 from nemolab.engine.model import Model
+from nemolab.engine.passes import check_id, check_ids, check_length, check_state
 from nemolab.engine.phases import Clock, Clocks, join_stats, subtract_stats
 from nemolab.engine.recording import make_recorder
 from nemolab.engine.sampling import Sampler
-from nemolab.engine.state import State
+from nemolab.engine.state import Mark, State
 from nemolab.engine.text_stream import ReasoningSplit, TextStream
 from nemolab.engine.trials import NO_TRIALS, Trials
+from nemolab.engine.turns import Turns
 from nemolab.errors import EngineError
 from nemolab.kernels.team import Team
 from nemolab.kernels.warm_up import warm_up
@@ -106,14 +107,14 @@ class Engine:
         layout: str = "neuron",
         trials: Trials = NO_TRIALS,
     ):
-        self._model = self._cache = self._team = self._recorder = self._card = None
+        self._model = self._cache = self._team = self._card = None
+        self._recorder = self._told = None  # who records, and who the model was told of
         self.store = find_store(path, store, layout)
         self.config = self.store.config
         self.tokenizer = Tokenizer(self.store.small_file, str(path or self.store.path))
         self.threads = check_threads(threads)
         self.prefetch = check_prefetch(prefetch, self.config)
-        self._clocks = Clocks()
-        self._lock = threading.Lock()
+        self._clocks, self._turns = Clocks(), Turns()
         try:
             self._card = open_card(self.store, device, transfer, vram_gib, trials)
             self.budget = self._budget(ram_cache_gib, ram_cache_slots)
@@ -125,6 +126,8 @@ class Engine:
                 prompt_enters=trials.prompt_enters,
             )
             self._team = Team(self.threads)
+            place = str(self._card.device.torch_device) if self._card else "the CPU"
+            self._mark = Mark(place if device != "twin" else "twin", self.store.fingerprint)
             with torch.no_grad():
                 if self._card:
                     self._model = self._card.make_model(self._cache, self._team, self.prefetch)
@@ -155,9 +158,9 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Give threads, descriptors and memory back. Closing twice is fine."""
-        self._model = None
-        with ExitStack() as stack:  # each whatever the others raise, the last named first
+        """Give threads, descriptors and memory back, once a pass of another thread is over. Closing twice is fine."""
+        with self._turns.close(), ExitStack() as stack:  # each whatever the others raise, the last named first
+            self._model = None
             for name in ("_cache", "_card", "_team"):
                 held = getattr(self, name)
                 setattr(self, name, None)
@@ -171,11 +174,10 @@ class Engine:
 
     def new_state(self) -> State:
         """The state before the first token of a conversation. Raises EngineError where a card's memory ends."""
-        self._open()
-        if not self._card:
-            return State.empty(self.config)
-        with self._lock:
-            return self._model.new_state()
+        with self._turns.take():
+            state = self._model.new_state() if self._card else State.empty(self.config)
+        state.mark = self._mark
+        return state
 
     def prefill(self, ids: Iterable[int], state: State) -> torch.Tensor:
         """Feed ids to a state (new or continued) and return the logits after each, float32 [ids, vocab].
@@ -201,16 +203,14 @@ class Engine:
         start = 0
         for part in hidden:
             for first in range(0, part.shape[0], piece_tokens):
-                self._open()
-                with self._lock, torch.no_grad(), torch_threads(self.threads):
+                with self._turns.take(), torch.no_grad(), torch_threads(self.threads):
                     piece = self._model.logits(part[first : first + piece_tokens])
                 yield start + first, piece
             start += part.shape[0]
 
     def step(self, token_id: int, state: State) -> torch.Tensor:
         """Feed one token and return the logits after it, float32 [vocab]."""
-        token_id = int(token_id)
-        self._check_ids(token_id, token_id)
+        token_id = check_id(token_id, self.config)
         with self._pass(self._clocks.decode, 1, state):
             return self._model.step(token_id, state)
 
@@ -231,10 +231,11 @@ class Engine:
         stop_ids  default: the checkpoint's end-of-sequence ids; () never stops
         state     continue this one; it then holds the prompt and all ids but the last
         """
-        ids = list(prompt_ids)
+        ids = check_ids(prompt_ids, self.config)
         sampler = Sampler(temperature, top_p, top_k, seed)
         stops = frozenset(self.config.eos_token_ids if stop_ids is None else stop_ids)
-        self._check_length(len(ids), max_tokens, state)
+        check_state(state, self._mark, new_too=True)
+        check_length(len(ids), max_tokens, state, self.config)
         return self._generate(ids, max_tokens, sampler, stops, state or self.new_state())
 
     def _generate(self, ids, max_tokens, sampler, stops, state) -> Iterator[int]:
@@ -295,8 +296,8 @@ class Engine:
 
     def stats(self) -> dict:
         """By phase since the engine was opened: tokens, seconds, tok_s, and what `ExpertCache.stats` counts."""
-        self._open()
-        return join_stats(self._clocks, self._cache.stats(), NOTHING)
+        cache, _ = self._parts()
+        return join_stats(self._clocks, cache.stats(), NOTHING)
 
     @contextmanager
     def record(self, *, cold: bool = True, token_ids: bool = True, **taken) -> Iterator[Recorder]:
@@ -307,35 +308,42 @@ class Engine:
         taken      more to be written down about how it was taken, as JSON: kind, temperature, seed ...
         Raises EngineError while another recording runs.
         """
-        self._open()
-        if self._recorder is not None:
-            raise EngineError("this engine is being recorded already; end that recording first")
-        if cold:
-            self.empty_cache()
-        recorder = make_recorder(self.store, self._cache, self._model, self.prefetch, cold, token_ids, taken)
-        with self._lock:
-            self._recorder = recorder
-            self._model.set_recorder(recorder)
+        recorder = None
         try:
+            with self._turns.take():
+                if self._recorder is not None:
+                    raise EngineError("this engine is being recorded already; end that recording first")
+                if cold:
+                    self._cache.clear()
+                recorder = make_recorder(self.store, self._cache, self._model, self.prefetch, cold, token_ids, taken)
+                self._recorder = recorder
+                self._tell_recorder()
             yield recorder
         finally:
-            with self._lock:
+            # First of all, so that whatever goes wrong from here on, the next pass makes up for it.
+            if recorder is not None and self._recorder is recorder:
                 self._recorder = None
+            with self._turns.take_last():
                 if self._model is not None:
-                    self._model.set_recorder(None)
+                    self._tell_recorder()
+
+    def _tell_recorder(self) -> None:
+        """Let the model know who records, if it does not know."""
+        if self._told is not self._recorder:
+            self._told = False  # neither nobody nor somebody: should it end half-way, it is told again
+            self._model.set_recorder(self._recorder)
+            self._told = self._recorder
 
     def empty_cache(self) -> None:
         """Forget all cached experts: what comes next begins cold."""
-        self._open()
-        with self._lock:
+        with self._turns.take():
             self._cache.clear()
 
     def force_routing(self, chosen, guesses=None) -> None:
         """On a card, for benchmarks: tokens choose (and guess) these experts from now on; see `CardModel.force`."""
-        self._open()
-        if not self._card:
-            raise EngineError("experts can be forced on an engine with device='cuda' (or 'twin'); this one has 'cpu'")
-        with self._lock:
+        with self._turns.take():
+            if not self._card:
+                raise EngineError("experts are forced on an engine with device='cuda' (or 'twin'); this one has 'cpu'")
             self._model.force(chosen, guesses)
 
     def memory(self) -> dict:
@@ -343,54 +351,38 @@ class Engine:
 
         `blocks_now` is less than the `blocks` of the budget once the memory for them was found taken by others.
         """
-        self._open()
+        cache, card = self._parts()
         rss_bytes, peak_rss_bytes = read_rss_bytes()
-        cache = {**self.budget.to_dict(), "blocks_now": self._cache.slots}
-        card = {"card": self._card.memory()} if self._card else {}
-        return {"rss_bytes": rss_bytes, "peak_rss_bytes": peak_rss_bytes, "cache": cache, **card}
+        on_card = {"card": card.memory()} if card else {}
+        blocks = {**self.budget.to_dict(), "blocks_now": cache.slots}
+        return {"rss_bytes": rss_bytes, "peak_rss_bytes": peak_rss_bytes, "cache": blocks, **on_card}
+
+    def _parts(self) -> tuple:
+        """To be looked at also while another thread is at it, even one that closes."""
+        cache, card = self._cache, self._card
+        self._turns.check()
+        return cache, card
 
     @contextmanager
     def _prompt(self, ids: Iterable[int], state: State) -> Iterator[tuple[torch.Tensor, ...]]:
         """The checked ids of a prompt pass, in stretches of PASS_TOKENS."""
-        self._open()
-        tokens = torch.as_tensor(ids if isinstance(ids, torch.Tensor) else list(ids), dtype=torch.int64)
-        if tokens.ndim != 1 or not tokens.numel():
-            raise EngineError(f"token ids of shape {list(tokens.shape)}; a list of one or more is needed")
-        self._check_ids(int(tokens.min()), int(tokens.max()))
+        self._turns.check()
+        tokens = check_ids(ids, self.config)
         with self._pass(self._clocks.prefill, tokens.shape[0], state), torch_threads(self.threads):
             yield tokens.split(self._card.pass_tokens if self._card else PASS_TOKENS)
 
     @contextmanager
     def _pass(self, clock: Clock, tokens: int, state: State) -> Iterator[None]:
         """Keep others out, keep the time, and leave the state marked as broken if the pass does not come to its end."""
-        self._open()
-        self._check_length(tokens, 0, state)
-        if not state.whole:
-            raise EngineError("this state was left half-way by a pass that failed; start again from a new one")
-        with self._lock, torch.no_grad():
+        check_state(state, self._mark)
+        check_length(tokens, 0, state, self.config)
+        with self._turns.take(), torch.no_grad():
+            if not state.whole:
+                raise EngineError("this state was left half-way by a pass that failed; start again from a new one")
+            self._tell_recorder()
             started = time.perf_counter()
             state.whole = False
             yield
             state.whole = True
             clock.tokens += tokens
             clock.seconds += time.perf_counter() - started
-
-    def _open(self) -> None:
-        if self._model is None:
-            raise EngineError("this engine is closed")
-
-    def _check_ids(self, low: int, high: int) -> None:
-        if low < 0 or high >= self.config.vocab_size:
-            raise EngineError(f"token ids from {low} to {high}; the vocabulary is 0 to {self.config.vocab_size - 1}")
-
-    def _check_length(self, prompt_tokens: int, max_tokens: int, state: State | None) -> None:
-        if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 0:
-            raise EngineError(f"max_tokens is {max_tokens!r}; a whole number is needed")
-        before = state.tokens if state is not None else 0
-        limit = self.config.max_position_embeddings
-        if before + prompt_tokens + max_tokens > limit:
-            held = f"{before} in the conversation + " if before else ""
-            raise EngineError(
-                f"{held}{prompt_tokens} prompt + {max_tokens} new tokens are more than the {limit} "
-                f"this model was made for"
-            )

@@ -57,17 +57,27 @@ class AttentionState:
         self.key_array, self.value_array = self.keys.numpy(), self.values.numpy()
 
 
+@dataclass(frozen=True)
+class Mark:
+    """What a state fits: engines of the same model (`Store.fingerprint`) whose states lie in the same place."""
+
+    place: str
+    model: str
+
+
 @dataclass
 class State:
     """One layer state for each layer that keeps one (else None), and how many tokens went in.
 
     whole  False while a pass runs: a pass that failed half-way leaves layers at different tokens, and a state like
            that must never be continued.
+    mark   of the engine that made it
     """
 
     layers: list[MambaState | AttentionState | None]
     tokens: int = 0
     whole: bool = True
+    mark: Mark | None = None
 
     @classmethod
     def empty(cls, config) -> State:
@@ -86,7 +96,7 @@ class State:
 
     def copy(self) -> State:
         """An independent copy, to branch a conversation."""
-        return State([layer.copy() if layer else None for layer in self.layers], self.tokens, self.whole)
+        return State([layer.copy() if layer else None for layer in self.layers], self.tokens, self.whole, self.mark)
 
     @property
     def nbytes(self) -> int:

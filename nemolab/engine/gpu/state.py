@@ -70,7 +70,8 @@ class CardState(State):
     def _copy(self) -> CardState:
         for device in {layer.device for layer in self.layers if layer}:
             give_back(device)
-        return CardState([layer.copy() if layer else None for layer in self.layers], self.tokens, self.whole, self.take)
+        layers = [layer.copy() if layer else None for layer in self.layers]
+        return CardState(layers, self.tokens, self.whole, self.mark, self.take)
 
 
 def reserve_all(layers: Sequence[AttentionState], extra: int) -> None:
