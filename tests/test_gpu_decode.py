@@ -182,8 +182,49 @@ def test_a_driver_that_locks_nothing_worth_it_is_an_error_that_says_so(path, sha
                 engine.step(IDS[0], engine.new_state())
     assert not locked.locked
     lock_at_most(monkeypatch, 0)
-    with pytest.raises(EngineError, match="that card and CPU share"):
+    with pytest.raises(EngineError, match="that card and CPU share.*ulimit -l"):
         open_engine(path)
+
+
+@pytest.mark.parametrize("transfer", TRANSFERS)
+@one_thread
+def test_recording_and_forcing_find_room_where_the_cache_has_locked_all(
+    path, wanted, shared_bytes, transfer, monkeypatch
+):
+    with open_engine(path) as engine:
+        block_bytes = engine.store.block_bytes
+    locked = lock_at_most(monkeypatch, shared_bytes + 12 * block_bytes)
+    with open_engine(path, transfer=transfer, prefetch=2, ram_cache_slots=20) as engine:
+        assert torch.equal(torch.cat(both_paths(engine, IDS)), wanted)
+        assert locked.most_bytes - sum(locked.locked.values()) < 4096, "not a page is left"
+        engine.force_routing([[7, 0, 11], [5, 4, 3]])
+        forced = step_through(engine, IDS[:4])
+        engine.force_routing(None)
+        with engine.record() as recorder:
+            assert torch.equal(torch.cat(both_paths(engine, IDS)), wanted)
+        assert len(recorder.trace().experts) == len(wanted)
+        assert torch.equal(torch.cat(both_paths(engine, IDS)), wanted)
+        assert not torch.equal(forced, step_through(engine, IDS[:4]))
+    assert not locked.locked
+
+
+@pytest.mark.parametrize(
+    ("chosen", "words"),
+    [
+        ([[7, 0, 11], [5, 4]], "chosen are no array .*; whole numbers are needed"),
+        ("abc", r"of shape \[\], <U3; whole numbers \[2, 3\]"),
+        ([[7.0, 0, 11], [5, 4, 3]], "float64; whole numbers"),
+        ([[2**70, 0, 11], [5, 4, 3]], "object; whole numbers"),
+        ([[True, False, True]] * 2, "bool; whole numbers"),
+    ],
+)
+@one_thread
+def test_forced_experts_of_other_types_are_refused(path, chosen, words):
+    with open_engine(path) as engine:
+        with pytest.raises(EngineError, match=words):
+            engine.force_routing(chosen)
+        with pytest.raises(EngineError, match="guesses are no array"):
+            engine.force_routing([[7, 0, 11], [5, 4, 3]], [[1], [1, 2]])
 
 
 @one_thread

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 
 from nemolab.engine.gpu.moe_step import Fetch
-from nemolab.engine.gpu.pinned import PinnedArray
+from nemolab.engine.gpu.pinned import NotLocked, PinnedArray
 from nemolab.errors import EngineError
 from nemolab.progress import say
 from nemolab.store import ExpertCache
 from nemolab.store.direct_io import address
 from nemolab.store.page_lock import PageLock
-from nemolab.units import show_bytes
+
+Made = TypeVar("Made")
 
 
 class CacheMemory:
@@ -108,20 +111,28 @@ class Finder:
         self.keeper.came([block for block, _ in hits], [row for _, row in hits])
 
     def _open_ring(self) -> PinnedArray:
-        while self._ring is None:
-            try:
-                self._ring = PinnedArray((self._top_k, self._memory.block_bytes), np.uint8, self._device.locker)
-            except EngineError as problem:
-                # The cache has taken all that may be locked: it gives some back.
-                self._device.wait()
-                if not self._memory.give_back():
-                    raise EngineError(
-                        f"the driver does not page-lock memory for the {self._top_k} experts of a layer, "
-                        f"{show_bytes(self._top_k * self._memory.block_bytes)}, and the card reaches no other "
-                        f"({problem}); raise the limit of locked memory (ulimit -l), or use device='cpu'"
-                    ) from None
-                self.keeper.start_over()
+        if self._ring is None:
+            shape, locker = (self._top_k, self._memory.block_bytes), self._device.locker
+            what = f"the {self._top_k} experts of a layer"
+            self._ring = self.make_room(what, lambda: PinnedArray(shape, np.uint8, locker))
         return self._ring
+
+    def make_room(self, what: str, make: Callable[[], Made]) -> Made:
+        """What `make` returns, which page-locks memory for `what`: where the cache has taken all, it gives some back.
+
+        Between layers only. Raises EngineError where that does not suffice.
+        """
+        while True:
+            try:
+                return make()
+            except NotLocked as problem:
+                refusal = str(problem)  # alone: the error would hold what was made half
+            self._device.wait()
+            if not self._memory.give_back():
+                raise EngineError(
+                    f"the driver does not page-lock memory for {what}, and the card reaches no other: {refusal}"
+                )
+            self.keeper.start_over()
 
     def close(self) -> None:
         if self._ring is not None:

@@ -68,7 +68,7 @@ class CardModel:
             # The cache knows one watcher. Copies on a guess, which nobody waits for, must have ended before what they
             # read is overwritten; only then the table is told. Without guesses, the table alone.
             cache.watcher = CopyWatcher(keeper, step)
-        self._parts = TokenParts(config, step, Stretches(device.new_graphs), device, operators)
+        self._parts = TokenParts(config, step, Stretches(device.new_graphs), self._finder.make_room, device, operators)
         self._parts.shared_first = trials.shared_first
         prompts = self._prompts = PromptExperts(
             store.expert_shape, int(PAIRS * piece_tokens), cache, self.memory, device, operators

@@ -21,11 +21,15 @@ _LOOKS = 64  # at a choice that is about to come, between letting others run: so
 _let_others_run = ctypes.CDLL(None).sched_yield
 
 
+class NotLocked(EngineError):
+    """Memory that the driver did not page-lock."""
+
+
 class PinnedArray:
     """A page-locked numpy array, zeros at first, that the card reads and writes under `.address`.
 
     Forgotten instead of closed, as by a constructor that fails, it is unlocked all the same.
-    Raises EngineError where the driver does not lock it.
+    Raises NotLocked where the driver does not lock it.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype, locker: Locker):
@@ -36,7 +40,10 @@ class PinnedArray:
         lock = PageLock(address(row), pages, pages, locker)
         problem = lock.grow(pages)
         if problem is not None:
-            raise EngineError(f"{show_bytes(self.nbytes)} that card and CPU share: {problem}")
+            raise NotLocked(
+                f"{show_bytes(self.nbytes)} that card and CPU share: {problem}; "
+                f"raise the limit of locked memory (ulimit -l), or use device='cpu'"
+            )
         self.array = row[: self.nbytes].view(dtype).reshape(shape)
         self.address = address(row)
         self._close = weakref.finalize(self, _unlock, lock, arena)

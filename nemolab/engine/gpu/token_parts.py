@@ -19,12 +19,13 @@ class TokenParts:
     .h, .logits  float32 [hidden], [experts]; .router  of a layer's own experts
     .shared_first  the shared expert comes before the router, not behind the choice; .branch  where it runs else
     .guesses     a Guesses, .forced a ForcedRouting, .record a RecordQueue, each or None
+    make_room    makes what page-locks memory: see `Finder.make_room`
     """
 
-    def __init__(self, config, step: MoeStep, stretches: Stretches, device, operators):
+    def __init__(self, config, step: MoeStep, stretches: Stretches, make_room, device, operators):
         self.step, self.stretches, self.shared_first = step, stretches, False
         self.branch = Branch(device)
-        self._config, self._device, self._operators = config, device, operators
+        self._config, self._make_room, self._device, self._operators = config, make_room, device, operators
         self.limits = (config.n_group, config.topk_group)
         self.routing = (config.top_k, *self.limits, config.norm_topk_prob, config.routed_scaling_factor)
         there = device.torch_device
@@ -40,7 +41,10 @@ class TokenParts:
 
     def guess(self, count: int) -> None:
         """Let layers guess so many experts of the next one, 0: none."""
-        self._replace("guesses", Guesses(self, count, self._config, self._device, self._operators) if count else None)
+        if count == (self.guesses.count if self.guesses else 0):
+            return
+        parts = (self, count, self._config, self._device, self._operators)
+        self._replace("guesses", self._make_room("guesses", lambda: Guesses(*parts)) if count else None)
 
     def force(self, chosen: np.ndarray | None, guesses: np.ndarray | None) -> None:
         """See `ForcedRouting`; None: no more."""
@@ -54,13 +58,14 @@ class TokenParts:
         if guesses is not None:
             checked = np.hstack([checked, _check_forced("guesses", guesses, self.n_layers, self._config.n_experts)])
         if self.forced is None or self.forced.shape != checked.shape:
-            self._replace("forced", ForcedRouting(checked.shape, self._config.top_k, self._device))
+            parts = (checked.shape, self._config.top_k, self._device)
+            self._replace("forced", self._make_room("forced choices", lambda: ForcedRouting(*parts)))
         self.forced.told.array[:] = checked
 
     def queue_record_by(self, recorder: Recorder | None) -> None:
         """Let a recorder be told what layers do, or (None) nobody."""
-        sizes = (self.n_layers, self._config.hidden_size)
-        self._replace("record", RecordQueue(recorder, *sizes, self.step, self._device) if recorder else None)
+        parts = (recorder, self.n_layers, self._config.hidden_size, self.step, self._device)
+        self._replace("record", self._make_room("a recording", lambda: RecordQueue(*parts)) if recorder else None)
 
     def _replace(self, name: str, part) -> None:
         """What was recorded as a graph touches the part that was, and so may the card."""
@@ -143,7 +148,10 @@ class ForcedRouting:
 
 def _check_forced(name: str, ids, layers: int, n_experts: int, count: int | None = None) -> np.ndarray:
     """As int32. Raises EngineError for another shape, ids that are none, and an id twice in a layer."""
-    ids = np.asarray(ids)
+    try:
+        ids = np.asarray(ids)
+    except (ValueError, TypeError) as problem:  # rows of several lengths, tensors of a card
+        raise EngineError(f"experts {name} are no array ({problem}); whole numbers are needed") from None
     fits = ids.ndim == 2 and ids.shape[0] == layers and (count is None or ids.shape[1] == count)
     if not fits or not np.issubdtype(ids.dtype, np.integer):
         wanted = f"[{layers}, {count or 'any'}]"
