@@ -4,6 +4,9 @@ import subprocess
 import sys
 import threading
 
+import pytest
+
+from nemolab.errors import StoreError
 from nemolab.store.pool import Pool
 
 
@@ -20,6 +23,28 @@ def test_every_task_submitted_runs_before_closing_ends_and_then_the_threads_do()
     gate.wait()
     assert all(not thread.is_alive() for thread in pool._threads) and len(pool._threads) == 3
     assert threading.active_count() <= before + 1, "the timer's own may be ending"
+
+
+def test_a_closed_pool_takes_no_task_and_leaves_no_thread_to_one_that_came_meanwhile():
+    pool, refused, started = Pool(100, "racing"), [], threading.Event()
+
+    def race():
+        with pytest.raises(StoreError, match="no task for racing any more"):
+            while True:
+                pool.submit(started.set)
+        refused.append(True)
+
+    threads = [threading.Thread(target=race) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    assert started.wait(20)
+    pool.close()
+    for thread in threads:
+        thread.join(20)
+    assert len(refused) == 4
+    for thread in pool._threads:
+        thread.join(20)
+        assert not thread.is_alive()
 
 
 def test_a_task_that_raises_takes_no_thread_with_it():

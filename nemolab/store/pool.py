@@ -12,6 +12,8 @@ import threading
 import weakref
 from collections.abc import Callable
 
+from nemolab.errors import StoreError
+
 Work = Callable[[], None]
 
 
@@ -25,19 +27,26 @@ class Pool:
         self._most, self._name = threads, name
         self._tasks: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._lock, self._closed = threading.Lock(), False
         # Whoever forgets to close it, or leaves the interpreter, must not wait for threads that wait for tasks.
         self._end = weakref.finalize(self, _send_home, self._tasks, self._threads)
 
     def submit(self, task: Work) -> None:
-        self._tasks.put(task)
-        if len(self._threads) < self._most:
-            name = f"{self._name}_{len(self._threads)}"
-            thread = threading.Thread(target=_work, args=(self._tasks,), name=name, daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        """Raises StoreError for a task that nobody would do, the pool being closed."""
+        with self._lock:
+            if self._closed:
+                raise StoreError(f"no task for {self._name} any more: its threads have ended")
+            self._tasks.put(task)
+            if len(self._threads) < self._most:
+                name = f"{self._name}_{len(self._threads)}"
+                thread = threading.Thread(target=_work, args=(self._tasks,), name=name, daemon=True)
+                self._threads.append(thread)
+                thread.start()
 
     def close(self) -> None:
         """Let every task that was submitted come to its end, then the threads. Closing twice is fine."""
+        with self._lock:  # a thread started from here on would not be told to end
+            self._closed = True
         self._end()
         for thread in self._threads:
             if thread.ident is not None:  # an interrupt may have come before it was started
