@@ -19,6 +19,8 @@ BYTES_PER = {
     "tib": 2**40,
 }
 EXAMPLES = "4GiB, 500MiB, 2GB or 48slots"
+SIZES = "8GiB, 500MiB or 2GB"
+_LONGEST = 30  # digits of a number; more bytes than anything holds
 
 
 def whole_pages(nbytes: int) -> int:
@@ -38,24 +40,34 @@ class Budget:
         return None if self.size_bytes is None else self.size_bytes / 2**30
 
 
-def parse_budget(text: str) -> Budget:
+def parse_size(text: str) -> int:
+    """Bytes of `4GiB`, `500MiB`, `2GB` or `1.5 GiB`, as `parse_budget` reads them. Raises UsageError, for slots too."""
+    if re.search(r"slots?\s*$", text, re.IGNORECASE):
+        raise UsageError(f"{text!r} counts slots; give a size in bytes, such as {SIZES}")
+    return parse_budget(text, SIZES).size_bytes
+
+
+def parse_budget(text: str, examples: str = EXAMPLES) -> Budget:
     """Read `4GiB`, `500MiB`, `2GB`, `1.5 GiB` or `48slots`; the unit is not optional, capitals are.
 
-    Raises UsageError for anything else, zero and bare numbers included: 16 could be GiB, GB or slots.
+    Raises UsageError, which names examples, for anything else, zero and bare numbers included: 16 could be GiB, GB or
+    slots.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]+)\s*", text, flags=re.ASCII)
     if not found:
-        raise UsageError(f"{text!r} is no size: give a number and a unit, such as {EXAMPLES}")
+        raise UsageError(f"{text!r} is no size: give a number and a unit, such as {examples}")
+    if len(found[1]) > _LONGEST:
+        raise UsageError(f"a size of {len(found[1])} digits is beyond any machine; give one such as {examples}")
     number, unit = found[1], found[2].lower()
     if unit in ("slot", "slots"):
         if not number.isdigit() or int(number) == 0:
             raise UsageError(f"{text!r}: slots are counted in whole blocks, from 1 up")
         return Budget(slots=int(number))
     if unit not in BYTES_PER:
-        raise UsageError(f"{text!r}: unknown unit {found[2]!r}; use MB, GB, MiB, GiB or slots, such as {EXAMPLES}")
+        raise UsageError(f"{text!r}: unknown unit {found[2]!r}; give a size such as {examples}")
     size_bytes = int(float(number) * BYTES_PER[unit]) if "." in number else int(number) * BYTES_PER[unit]
     if size_bytes <= 0:
-        raise UsageError(f"{text!r} leaves room for nothing; give a size above zero, such as {EXAMPLES}")
+        raise UsageError(f"{text!r} leaves room for nothing; give a size above zero, such as {examples}")
     return Budget(size_bytes=size_bytes)
 
 

@@ -8,6 +8,7 @@ import sys
 import weakref
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from synthetic import one_thread, write_checkpoint
@@ -277,10 +278,19 @@ def test_of_several_limits_on_a_card_the_tightest_holds(monkeypatch):
     assert fractions[-1] == 1.0
 
 
-@pytest.mark.parametrize("value", [True, 0, -1, math.nan, math.inf, -math.inf, "8", 2**40])
+@pytest.mark.parametrize(
+    "value", [True, 0, -1, math.nan, math.inf, -math.inf, "8", 2**40, pytest.param(10**5000, id="huge"), np.bool_(True)]
+)
 def test_a_budget_that_is_none_is_refused_with_the_least(path, value):
-    with pytest.raises(EngineError, match=r"vram_gib is .*; a positive number of GiB is needed, \d+\.\d\d [MG]iB"):
+    words = r"vram_gib is .*; a positive number of GiB is needed, \d+\.\d\d [MG]iB or more .* less than 1048576$"
+    with pytest.raises(EngineError, match=words):
         Engine(path, device="twin", vram_gib=value)
+
+
+@pytest.mark.parametrize("value", [np.int64(2), np.float32(2), np.float64(2)])
+def test_a_budget_may_be_a_number_of_numpy(path, value):
+    with Engine(path, device="twin", vram_gib=value) as engine:
+        assert engine.memory()["card"]["budget_bytes"] == 2 * GIB
 
 
 def test_the_least_that_is_said_runs_and_less_does_not(path):

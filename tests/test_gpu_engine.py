@@ -245,6 +245,15 @@ def test_a_budget_holds_on_a_card(small_path):
     ("settings", "message"),
     [
         ({"device": "gpu"}, "'cpu', 'cuda'"),
+        pytest.param({"device": "cuda:" + "9" * 5000}, "device 'cuda:9.*'cpu', 'cuda'", id="long"),
+        ({"device": "cuda:"}, "device 'cuda:'"),
+        ({"device": torch.device("meta")}, "device 'meta'"),
+        ({"device": None}, "device is None; a word such as 'cpu', 'cuda' or 'cuda:1'"),
+        ({"device": 0}, "device is 0; a word"),
+        ({"device": True}, "device is True; a word"),
+        ({"device": ["cuda"]}, r"device is \['cuda'\]; a word"),
+        ({"device": "twin", "transfer": ["rows"]}, r"transfer is \['rows'\]; a word such as 'pull'"),
+        ({"device": "cpu", "transfer": 5}, "transfer is 5; a word"),
         ({"device": "twin", "transfer": "push"}, "known are whole, grouped, rows, pull"),
         ({"device": "twin", "vram_gib": 0}, "vram_gib is 0"),
         ({"device": "cpu", "transfer": "pull"}, "it is for device='cuda'"),
@@ -254,6 +263,14 @@ def test_a_budget_holds_on_a_card(small_path):
 def test_settings_that_cannot_be_are_refused(small_path, settings, message):
     with pytest.raises(EngineError, match=message):
         Engine(small_path, **settings)
+
+
+def test_a_device_of_torch_is_one_by_its_name(small_path):
+    with Engine(small_path, device=torch.device("cpu")) as engine:
+        assert "card" not in engine.memory()
+    if not torch.cuda.is_available():
+        with pytest.raises(EngineError, match="device 'cuda:1': torch"):
+            Engine(small_path, device=torch.device("cuda", 1))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")

@@ -3,7 +3,7 @@
 import pytest
 
 from nemolab.errors import UsageError
-from nemolab.units import Budget, parse_budget, show_bytes, whole_pages
+from nemolab.units import Budget, parse_budget, parse_size, show_bytes, whole_pages
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,20 @@ def test_sizes_are_read(text, budget):
 def test_other_words_are_refused_with_an_example(text):
     with pytest.raises(UsageError, match="GiB|slots"):
         parse_budget(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "8", "0GiB", "junk", "8GiBs", "48slots", "0 Slots", pytest.param("9" * 5000 + "GiB", id="long")]
+)
+def test_a_size_in_bytes_is_asked_for_without_a_word_of_slots_as_a_way(text):
+    with pytest.raises(UsageError, match="8GiB, 500MiB or 2GB") as refusal:
+        parse_size(text)
+    assert "slots" not in str(refusal.value).replace(repr(text), "").replace("counts slots", "")
+    assert len(str(refusal.value)) < 200
+
+
+def test_a_size_in_bytes_is_read():
+    assert parse_size("1.5 GiB") == 3 * 2**29
 
 
 def test_huge_sizes_keep_every_byte():

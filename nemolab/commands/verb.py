@@ -222,10 +222,12 @@ def vram_option(default: str | None = None) -> Callable:
 
 
 def _vram(context, parameter, value):
-    budget = _budget(context, parameter, value)
-    if budget is not None and budget.slots is not None:
-        raise UsageError(f"--vram {value}: a card's memory is given in bytes, such as 8GiB")
-    return budget and budget.gib
+    from nemolab.units import parse_size
+
+    try:
+        return None if value is None else parse_size(value) / 2**30
+    except UsageError as error:
+        raise UsageError(f"--vram: {error}") from None
 
 
 def table(headers: list[str], rows: list[list[Any]]) -> str:

@@ -11,6 +11,7 @@ import torch
 
 from nemolab.checkpoint import Checkpoint
 from nemolab.checkpoint.config import ModelConfig
+from nemolab.engine.passes import show
 from nemolab.engine.trials import Trials
 from nemolab.errors import EngineError
 from nemolab.store import Store, check_source, ensure_store, files
@@ -72,9 +73,13 @@ def check_prefetch(prefetch: int, config: ModelConfig) -> int:
 
 
 def open_card(
-    store: Store, device: str, transfer: str | None, vram_gib: float | None, trials: Trials
+    store: Store, device: str | torch.device, transfer: str | None, vram_gib: float | None, trials: Trials
 ) -> CardSide | None:
     """What runs the model on a card; None for the CPU. Raises EngineError for what a device does not have."""
+    device = str(device) if isinstance(device, torch.device) else device
+    for name, value, needed in (("device", device, "'cpu', 'cuda' or 'cuda:1'"), ("transfer", transfer, "'pull'")):
+        if not isinstance(value, str) and not (name == "transfer" and value is None):
+            raise EngineError(f"{name} is {show(value)}; a word such as {needed} is needed")
     if not isinstance(trials, Trials):
         raise EngineError(f"trials is {trials!r}; nemolab.engine.Trials(...) is needed")
     if device != "cpu":

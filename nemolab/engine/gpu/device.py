@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import re
+import reprlib
 from contextlib import nullcontext
 from typing import NamedTuple
 from weakref import WeakSet
@@ -239,14 +241,14 @@ def open_device(name: str) -> Card | StandIn:
         return StandIn()
     index = card_index(name)
     if index is None:
-        raise EngineError(f"device {name!r}: this engine runs on 'cpu', 'cuda' or 'cuda:1' and so on")
+        raise EngineError(f"device {reprlib.repr(name)}: this engine runs on 'cpu', 'cuda' or 'cuda:1' and so on")
     return Card(index)
 
 
 def card_index(name: str) -> int | None:
     """Which card `cuda` or `cuda:1` is, as torch counts; None for what is no card's name."""
-    kind, _, index = name.partition(":")
-    return int(index or 0) if kind == "cuda" and (not index or index.isdecimal()) else None
+    found = re.fullmatch(r"cuda(?::(\d{1,9}))?", name, flags=re.ASCII)
+    return int(found[1] or 0) if found else None
 
 
 def _check_card(index: int) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from numbers import Real
 
 from nemolab.engine.gpu.device import open_device
 from nemolab.engine.gpu.guard import SPARE_BYTES, Guard
 from nemolab.engine.gpu.kept import kept_bytes
 from nemolab.engine.gpu.model import CardModel
 from nemolab.engine.gpu.plan import CONTEXT_BYTES, CardPlan, host_dense_bytes, least_bytes, plan_card
+from nemolab.engine.passes import show
 from nemolab.engine.transfers import DEFAULT, TRANSFERS
 from nemolab.engine.trials import Trials
 from nemolab.errors import EngineError
@@ -18,6 +20,7 @@ from nemolab.store import ExpertCache, Store
 from nemolab.store.cache import RING
 from nemolab.units import show_bytes
 
+MOST_GIB = 2**20  # no card has as much
 _PEAK = ("allocated_bytes", "reserved_bytes", "beside_bytes")
 
 
@@ -119,7 +122,10 @@ class CardSide:
 def _budget_bytes(gib: float | None, least_bytes: Callable[[], int]) -> int | None:
     if gib is None:
         return None
-    if isinstance(gib, bool) or not isinstance(gib, int | float) or not 0 < gib < 2**20:
+    if isinstance(gib, bool) or not isinstance(gib, Real) or not 0 < gib < MOST_GIB:
         least = show_bytes(least_bytes())
-        raise EngineError(f"vram_gib is {gib!r}; a positive number of GiB is needed, {least} or more for this model")
-    return int(gib * 2**30)
+        raise EngineError(
+            f"vram_gib is {show(gib)}; a positive number of GiB is needed, {least} or more for this model "
+            f"and less than {MOST_GIB}"
+        )
+    return int(float(gib) * 2**30)
