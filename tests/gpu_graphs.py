@@ -24,3 +24,6 @@ class Graphs:
             work()
 
         return replay
+
+    def close(self):
+        pass

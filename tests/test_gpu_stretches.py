@@ -1,5 +1,6 @@
 """A token's stretches as graphs, by stand-ins for them and on a card: when they are recorded, replayed and dropped."""
 
+import gc
 import threading
 import weakref
 from contextlib import nullcontext
@@ -186,6 +187,9 @@ class Recording:
     def replay(self):
         self.call("replay")
 
+    def reset(self):
+        self.call("reset")
+
 
 def test_a_recording_that_fails_is_ended_and_what_failed_comes_out(monkeypatch):
     for failing, called in (
@@ -199,13 +203,33 @@ def test_a_recording_that_fails_is_ended_and_what_failed_comes_out(monkeypatch):
         assert fake.called == called
 
 
+def test_graphs_end_when_they_are_dropped_and_none_ends_while_one_is_recorded(monkeypatch):
+    """Not when a traceback that held them is forgotten: should another be recorded just then, it is spoilt."""
+
+    def work():
+        fake.call("work" if not gc.isenabled() else "garbage may be collected")
+
+    for failing in ((), ("work",)):
+        fake = Recording(monkeypatch, failing)
+        found = Stretches(lambda: CardGraphs(torch.device("cuda", 0)))
+        found.begin([])
+        found._alike = True
+        kept = pytest.raises(RuntimeError) if failing else nullcontext()
+        with kept:
+            found.run(0, work)
+        assert gc.isenabled()
+        found.drop()
+        found.drop()
+        assert fake.called == ["begin", "work", "end", *([] if failing else ["replay"]), "reset"]
+
+
 def test_where_no_graph_can_be_made_tokens_go_on_without(monkeypatch, capsys):
     fake = Recording(monkeypatch, ["end"])
     found = Stretches(lambda: CardGraphs(torch.device("cuda", 0)))
     for _ in range(3):
         found.begin([])
         found.run(0, partial(fake.call, "work"))
-    assert fake.called == ["work", "begin", "work", "end", "pool (0, 1) of 0", "work", "work"]
+    assert fake.called == ["work", "begin", "work", "end", "pool (0, 1) of 0", "reset", "work", "work"]
     assert "no graph could be made of them: CUDA error in end" in capsys.readouterr().err
 
 

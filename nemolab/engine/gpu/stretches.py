@@ -8,9 +8,10 @@ queued kernel by kernel again (which also compiles what was never compiled: noth
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -26,16 +27,18 @@ class CardGraphs:
 
     def __init__(self, device: torch.device):
         self._device, self._pool = device, torch.cuda.graph_pool_handle()
+        self._graphs: list[torch.cuda.CUDAGraph] = []
         self._stream = torch.cuda.Stream(device)  # the default one cannot be recorded
 
     def record(self, work: Callable[[], None]) -> Callable[[], None] | None:
         """What `work` queues on torch's current stream, nothing of it run: a function that queues it all at once.
 
         None where the driver makes no graph of it. What `work` raises comes out as it is.
-        `torch.cuda.graph` does the same, but collects garbage and waits for the card each time.
+        `torch.cuda.graph` does the same, but collects garbage and waits for the card each time; here none is collected.
         """
         graph = torch.cuda.CUDAGraph()
-        with allocator.LOCK, torch.cuda.stream(self._stream):
+        self._graphs.append(graph)
+        with allocator.LOCK, torch.cuda.stream(self._stream), _no_collection():
             try:
                 # Other threads may do what they like meanwhile, but for giving memory back: open another engine, say.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -60,12 +63,33 @@ class CardGraphs:
             return problem
         return None
 
+    def close(self) -> None:
+        """Let go of all graphs now. Tracebacks may hold them, and one that ends while another is recorded spoils it."""
+        graphs, self._graphs = self._graphs, []
+        for graph in graphs:
+            with suppress(Exception):  # one that failed half-made has nothing to let go of
+                graph.reset()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage is collected meanwhile: what ends on the card while a graph is recorded spoils it."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
 
 class Repeats:
     """In the place of graphs, without a card: the work itself, again."""
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         return work
+
+    def close(self) -> None: ...
 
 
 class Branch:
@@ -115,6 +139,7 @@ class Stretches:
 
     def __init__(self, make_graphs: Callable[[], CardGraphs | Repeats]):
         self._make_graphs, self.wanted = make_graphs, True
+        self._graphs: CardGraphs | Repeats | None = None
         self.drop()
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -152,6 +177,8 @@ class Stretches:
     def drop(self) -> None:
         """Let go of all graphs. Whenever something else that a stretch does or touches has changed."""
         self._recorded: dict[int, Callable[[], None]] = {}
-        self._graphs: CardGraphs | Repeats | None = None
+        graphs, self._graphs = self._graphs, None
+        if graphs is not None:
+            graphs.close()
         self._met: list[weakref.ref] | None = None  # none yet: a state without tensors has a first token, too
         self._alike = False
