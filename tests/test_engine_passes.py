@@ -154,3 +154,9 @@ def test_whole_numbers_of_numpy_and_torch_are_ids(engine):
         assert torch.equal(engine.prefill(ids, engine.new_state()), wanted)
     for one in (np.int64(40), np.uint16(40), torch.tensor(40)):
         assert torch.equal(engine.step(one, engine.new_state()), engine.step(40, engine.new_state()))
+
+
+def test_ids_may_come_from_the_engine_itself(engine):
+    wanted = engine.prefill(list(engine.generate(IDS, max_tokens=4, stop_ids=())), engine.new_state())
+    found = engine.prefill(engine.generate(IDS, max_tokens=4, stop_ids=()), engine.new_state())
+    assert torch.equal(found, wanted)

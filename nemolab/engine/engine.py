@@ -175,6 +175,7 @@ class Engine:
     def new_state(self) -> State:
         """The state before the first token of a conversation. Raises EngineError where a card's memory ends."""
         with self._turns.take():
+            self._turns.check()
             state = self._model.new_state() if self._card else State.empty(self.config)
         state.mark = self._mark
         return state
@@ -184,12 +185,14 @@ class Engine:
 
         For long prompts `last_logits` and `logits_in_pieces` need far less memory.
         """
-        with self._prompt(ids, state) as parts:
+        ids = check_ids(ids, self.config)
+        with self._turns.take(), self._prompt(ids, state) as parts:
             return torch.cat([self._model.logits(self._model.prompt(part, state)) for part in parts])
 
     def last_logits(self, ids: Iterable[int], state: State) -> torch.Tensor:
         """Feed ids to a state and return the logits after the last one, float32 [vocab]."""
-        with self._prompt(ids, state) as parts:
+        ids = check_ids(ids, self.config)
+        with self._turns.take(), self._prompt(ids, state) as parts:
             for part in parts:
                 last = self._model.prompt(part, state)[-1:].clone()  # the rest's memory goes before the next part
             return self._model.logits(last)[0]
@@ -198,12 +201,14 @@ class Engine:
         self, ids: Iterable[int], state: State, piece_tokens: int = LOGIT_TOKENS
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """As `prefill`, but (first position, logits [up to piece_tokens, vocab]) one after the other."""
-        with self._prompt(ids, state) as parts:
+        ids = check_ids(ids, self.config)
+        with self._turns.take(), self._prompt(ids, state) as parts:
             hidden = [self._model.prompt(part, state).cpu() for part in parts]
         start = 0
         for part in hidden:
             for first in range(0, part.shape[0], piece_tokens):
                 with self._turns.take(), torch.no_grad(), torch_threads(self.threads):
+                    self._turns.check()
                     piece = self._model.logits(part[first : first + piece_tokens])
                 yield start + first, piece
             start += part.shape[0]
@@ -211,7 +216,7 @@ class Engine:
     def step(self, token_id: int, state: State) -> torch.Tensor:
         """Feed one token and return the logits after it, float32 [vocab]."""
         token_id = check_id(token_id, self.config)
-        with self._pass(self._clocks.decode, 1, state):
+        with self._turns.take(), self._pass(self._clocks.decode, 1, state):
             return self._model.step(token_id, state)
 
     def generate(
@@ -311,6 +316,7 @@ class Engine:
         recorder = None
         try:
             with self._turns.take():
+                self._turns.check()
                 if self._recorder is not None:
                     raise EngineError("this engine is being recorded already; end that recording first")
                 if cold:
@@ -337,11 +343,13 @@ class Engine:
     def empty_cache(self) -> None:
         """Forget all cached experts: what comes next begins cold."""
         with self._turns.take():
+            self._turns.check()
             self._cache.clear()
 
     def force_routing(self, chosen, guesses=None) -> None:
         """On a card, for benchmarks: tokens choose (and guess) these experts from now on; see `CardModel.force`."""
         with self._turns.take():
+            self._turns.check()
             if not self._card:
                 raise EngineError("experts are forced on an engine with device='cuda' (or 'twin'); this one has 'cpu'")
             self._model.force(chosen, guesses)
@@ -364,21 +372,20 @@ class Engine:
         return cache, card
 
     @contextmanager
-    def _prompt(self, ids: Iterable[int], state: State) -> Iterator[tuple[torch.Tensor, ...]]:
-        """The checked ids of a prompt pass, in stretches of PASS_TOKENS."""
-        self._turns.check()
-        tokens = check_ids(ids, self.config)
-        with self._pass(self._clocks.prefill, tokens.shape[0], state), torch_threads(self.threads):
-            yield tokens.split(self._card.pass_tokens if self._card else PASS_TOKENS)
+    def _prompt(self, ids: torch.Tensor, state: State) -> Iterator[tuple[torch.Tensor, ...]]:
+        """The ids of a prompt pass, in stretches of PASS_TOKENS."""
+        with self._pass(self._clocks.prefill, ids.shape[0], state), torch_threads(self.threads):
+            yield ids.split(self._card.pass_tokens if self._card else PASS_TOKENS)
 
     @contextmanager
     def _pass(self, clock: Clock, tokens: int, state: State) -> Iterator[None]:
-        """Keep others out, keep the time, and leave the state marked as broken if the pass does not come to its end."""
+        """In one's turn: keep the time, and leave the state marked as broken if the pass does not come to its end."""
+        self._turns.check()
         check_state(state, self._mark)
         check_length(tokens, 0, state, self.config)
-        with self._turns.take(), torch.no_grad():
-            if not state.whole:
-                raise EngineError("this state was left half-way by a pass that failed; start again from a new one")
+        if not state.whole:
+            raise EngineError("this state was left half-way by a pass that failed; start again from a new one")
+        with torch.no_grad():
             self._tell_recorder()
             started = time.perf_counter()
             state.whole = False

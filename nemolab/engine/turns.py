@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from nemolab.errors import EngineError
 
@@ -12,7 +10,9 @@ from nemolab.errors import EngineError
 class Turns:
     """The lock of an engine, and whether it is closed.
 
-    All of it raises EngineError within a turn of the same thread, as in a signal handler: waiting would never end.
+    What hands out the lock raises EngineError within a turn of the same thread, as in a signal handler: waiting would
+    never end. It is the lock itself, for a `with`: no interrupt comes between taking it and having to give it back, as
+    one may in a function of ours that does both.
     """
 
     def __init__(self):
@@ -20,30 +20,23 @@ class Turns:
         self._closed = False
 
     def check(self) -> None:
-        """Raises EngineError once the engine is closed, or is about to be."""
+        """Raises EngineError once the engine is closed, or is about to be. To be asked again in one's turn."""
         if self._closed:
             raise EngineError("this engine is closed")
 
-    @contextmanager
-    def take(self) -> Iterator[None]:
-        """Wait for one's turn with an engine that is open, then too."""
+    def take(self) -> threading.RLock:
+        """The lock of an engine that is open."""
         self.check()
-        with self.take_last():
-            self.check()
-            yield
+        return self.take_last()
 
-    @contextmanager
-    def take_last(self) -> Iterator[None]:
-        """The same whether it is open or closed: for what is to be put away."""
+    def take_last(self) -> threading.RLock:
+        """The lock, open or closed: for what is to be put away."""
         # What `threading.Condition` asks of a lock, too.
         if self._lock._is_owned():
             raise EngineError("this engine is amid a pass of this very thread; an exception breaks the pass off")
-        with self._lock:
-            yield
+        return self._lock
 
-    @contextmanager
-    def close(self) -> Iterator[None]:
-        """Nobody begins from here on; wait until nobody is at it."""
+    def close(self) -> threading.RLock:
+        """The lock; nobody begins from here on."""
         self._closed = True
-        with self.take_last():
-            yield
+        return self.take_last()
