@@ -10,7 +10,8 @@ from blocks import BLOCK, EXPERTS, LAYERS, ONLINE, TOP_K, Gate, interrupt_after,
 from fuzz import fuzzing
 from hypothesis import given
 from hypothesis import strategies as st
-from test_prefetch import check_books, in_thread, tell_room, wait_until
+from test_prefetch import check_books, in_thread, wait_until
+from test_prefetch_limits import tell_room
 
 from nemolab.errors import StoreError
 from nemolab.policy import rows as rows_module

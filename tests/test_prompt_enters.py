@@ -8,7 +8,8 @@ from live import COUNTS, count_batches
 from stores import quiet
 from synthetic import one_thread, write_checkpoint
 from test_cache_fetch import Table
-from test_prefetch import check_books, failing_reads_of, in_thread, tell_room, wait_until
+from test_prefetch import check_books, failing_reads_of, in_thread, wait_until
+from test_prefetch_limits import tell_room
 
 from nemolab.engine import Engine, Trials
 from nemolab.errors import StoreError
