@@ -246,6 +246,21 @@ def test_a8_groups_against_whole_blocks(step):
     assert all("H200" in row["machine"]["gpu"] for row in step["row"])
 
 
+def test_a8_groups_in_a_token():
+    whole, grouped = (latest(f"card_decode.{name}", cached=1.0, trials={}) for name in ("whole", "grouped"))
+    assert whole["settings"]["read_gb_s"] == grouped["settings"]["read_gb_s"], "measured once a run: it is one run"
+    said = whole["settings"]
+    assert (said["moe_layers"], said["top_k"], said["experts"]) == (8, 22, 512) and "H200" in said["device"]
+    found = ledger("A8", "in kind", "+12 %")
+    assert f"{100 * said['active']:.1f} % active: {whole['median'] / grouped['median']:.2f} times faster" in found
+
+
+def test_a10_bookkeeping():
+    row = latest("bookkeeping.fetch")
+    assert (row["settings"]["lookups"], row["machine"]["gpu"]) == (880, "NVIDIA H200")
+    assert f"lookups: {row['median']:.2f} ms of CPU a token" in ledger("A10", "open")
+
+
 def test_a11_live_equals_replay(conversations):
     check = check_live(conversations)
     assert check.equal
@@ -265,18 +280,18 @@ def test_a12_snapshot(large):
 
 
 def test_a15_texts():
-    found = ledger("A15", "in kind")
+    found, on_the_cpu = ledger("A15", "in kind"), {"model": "tiny", "device": None}
     for text in ("english", "russian", "tcp_udp"):
-        ours, theirs = (latest(f"compare.ppl_{whose}", model="tiny", text=text) for whose in ("engine", "reference"))
+        ours, theirs = (latest(f"compare.ppl_{whose}", text=text, **on_the_cpu) for whose in ("engine", "reference"))
         assert f"{ours['median']:.2f}" in found and ours["median"] == pytest.approx(theirs["median"], rel=1e-6)
         for kind in ("kl_mean", "kl_mean_decode"):
-            assert latest(f"compare.{kind}", model="tiny", text=text)["median"] <= 1e-6
-    matches = [latest("compare.greedy_match", model="tiny", text=text) for text in ("english", "russian", "tcp_udp")]
+            assert latest(f"compare.{kind}", text=text, **on_the_cpu)["median"] <= 1e-6
+    matches = [latest("compare.greedy_match", text=text, **on_the_cpu) for text in ("english", "russian", "tcp_udp")]
     assert f"{sum(row['median'] for row in matches):.0f}/{3 * matches[0]['settings']['greedy_of']}" in found
 
 
 def test_a16_swapped_nibbles():
-    broken = latest("compare.control_ppl", model="tiny", control="swapped nibbles")
+    broken = latest("compare.control_ppl", model="tiny", device=None, control="swapped nibbles")
     assert f"{broken['median']:,.0f}" in ledger("A16", "in kind")
 
 
@@ -310,6 +325,28 @@ def test_a19_single_neurons(step, large):
     assert f"{again / once:.2f} times those bytes of down, still {100 * again / in_groups:.0f} % of those of" in found
 
 
+def test_a18_bits_on_a_card():
+    row = latest("compare.distinct_repeats", device="cuda")
+    assert row["median"] == 1 and "H200" in row["machine"]["gpu"]
+    runs = row["settings"]["runs"]
+    ways = [run for run in runs if run.startswith("transfer ")]
+    assert f"on an H200 {len(runs)} runs by all four strategies" in ledger("A18", "in kind") and len(ways) == 4
+    assert "another process" in runs
+
+
+def test_a19_trials_on_a_card():
+    def of_none(trial, value):
+        row = latest("card_decode.rows_*", trials={trial: value})
+        plain = latest("card_decode.rows", trials={}, read_gb_s=row["settings"]["read_gb_s"])
+        assert row["settings"]["cached"] == 1 and "H200" in row["settings"]["device"]
+        return f"{row['median'] / plain['median']:.2f} times"
+
+    found = ledger("A19", "in kind", "early copies")
+    assert f"{of_none('shared_first', True)} the time with the shared expert first" in found
+    assert f"{of_none('speculate', 4)} with 4 guesses copied a layer early" in found
+    assert f"kept in 0.54 GiB: {of_none('kept_gib', 0.54)} the time" in ledger("A19", "in kind", "Keeping recent")
+
+
 def test_a19_six_guesses(decode):
     found = ledger("A19", "open", "6 guesses")
     six, four = decode(92, 6), decode(92, 4)
@@ -322,3 +359,9 @@ def test_b1_qwen_block(published):
     assert row["expert_bytes"] == 3 * 2560 * 640 * 9 // 16 == 675 * 4096
     assert (row["moe_layers"], row["experts"], row["top_k"]) == (48, 512, 10)
     assert f"{row['bytes_per_token']:,}" in ledger("B1", "reproduced")
+
+
+def test_b4_matrix_times_vector():
+    fp8, nvfp4 = (100 * latest(f"linear.{name}_of_read")["median"] for name in ("fp8", "nvfp4"))
+    found = ledger("B4", "in kind")
+    assert f"at {fp8:.0f} % of an H200's read bandwidth, NVFP4 at {nvfp4:.0f} %" in found

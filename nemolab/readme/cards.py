@@ -69,8 +69,10 @@ def decode_table() -> str:
 
     rows, taken = [], []
     for share in (0.24, 1.0):
+        near = partial(isclose, share, abs_tol=0.01)
+        run = latest("card_decode.whole", cached=near)["settings"]["read_gb_s"]  # measured once a run, so it names one
         for strategy in TRANSFERS:
-            row = latest(f"card_decode.{strategy}", cached=partial(isclose, share, abs_tol=0.01))
+            row = latest(f"card_decode.{strategy}", cached=near, read_gb_s=run)
             said = row["settings"]
             floors = [f"{said[name]:.2f}" for name in ("bus_ms", "disk_ms", "dense_ms")]
             share_cell, hits = f"{100 * said['cached']:.0f}", f"{100 * said['hit_rate']:.1f}"
@@ -98,6 +100,28 @@ def decode_table() -> str:
         " Median (least to most)."
     )
     return f"{how}\n\n{markdown_table([*headers, *more], rows)}"
+
+
+def trials_table() -> str:
+    """What others tried without gain, beside the same engine without it, in one run on a card."""
+    from nemolab.measure import latest
+
+    plain = latest("card_decode.rows", trials={})
+    run = plain["settings"]["read_gb_s"]
+    cases = [("none", plain)]
+    for what, field in (("shared expert first", "shared_first"), ("guesses copied early", "speculate"),
+                        ("recent experts kept, GiB", "kept_gib")):  # fmt: skip
+        row = latest("card_decode.rows_*", read_gb_s=run, trials=lambda trials, field=field: field in trials)
+        value = row["settings"]["trials"][field]
+        cases.append((what if value is True else f"{what}: {value:g}", row))
+    rows = []
+    for what, row in cases:
+        said, ratio = row["settings"], row["median"] / plain["median"]
+        moved = f"{(said['bytes_copied'] + said['bytes_in_place']) / 1e6:,.0f}"
+        rows.append([what, moved, spread(row), f"{ratio:.2f}", len(row["values"])])
+    taken = how_taken([row for _, row in cases])
+    how = f"{taken}. {_layers(plain['settings'])}, all in RAM; `rows`; in turns in one run."
+    return f"{how}\n\n{markdown_table(['trial', 'MB over the bus:', 'ms a token:', 'of none:', 'samples:'], rows)}"
 
 
 def prefill_table() -> str:
