@@ -20,7 +20,7 @@ def rows(tmp_path, monkeypatch):
 
 def record_decode(strategy: str, cached: float, ms: float) -> None:
     floors = {"bus_ms": 2.5, "disk_ms": 10.0, "dense_ms": 0.5, "floor_ms": 10.0, "bus_and_dense_ms": 3.0}
-    rates = {"copy_gb_s": 55.25, "in_place_gb_s": 51.5, "disk_gb_s": 2.0, "read_gb_s": 4500.0, "cpu_ms": 7.25}
+    rates = {"copy_gb_s": 55.25, "in_place_gb_s": 51.5, "disk_gb_s": 2.0, "read_gb_s": 4500.0, "driver_cpu_ms": 7.25}
     counted = {"hit_rate": 0.825, "reads": 9.125, "bytes_copied": 5e6, "bytes_in_place": 2e6, "active": 0.075}
     chosen = {"cached": cached, "routing": "synthetic: sticky", "prefetch": 4}
     record(f"card_decode.{strategy}", [ms, ms + 1, ms + 2], "ms/token", MODEL | floors | rates | counted | chosen)
@@ -41,13 +41,12 @@ def test_decode_by_strategy_and_share_with_its_floors():
 
 
 def test_prompts_with_experts_in_ram_and_on_disk():
-    said = MODEL | {"tokens": 2048, "needed": 4000, "lookups": 4000.0, "copy_ms": 57.0, "torch_ms": 16.0}
-    record("card_prefill.cached", [80, 82, 90], "ms", said | {"floor_ms": 57.0, "copy_gb_s": 55.25, "crossed": 4003.0})
-    record("card_prefill.disk", [1400], "ms", said | {"floor_ms": 1300.0, "copy_gb_s": 55.25, "disk_read_ms": 1300.0})
+    said = MODEL | {"tokens": 2048, "needed": 4000, "copy_gb_s": 55.25, "copy_ms": 57.0, "torch_ms": 16.0}
+    record("card_prefill.cached", [80, 82, 90], "ms", said | {"floor_ms": 57.0, "crossed": 4003.0})
+    record("card_prefill.disk", [1400], "ms", said | {"floor_ms": 1300.0, "crossed": 4000.0, "disk_read_ms": 1300.0})
     ram, disk = cards.prefill_table().splitlines()[-2:]
     assert ram == "| RAM | 2,048 | 4,000 | 4,003 | 82 (80 to 90) | 57 | 16 |  | 1.44 | 3 |"
-    assert disk.startswith("| disk | 2,048 | 4,000 | 4,000 |"), "as older rows have it"
-    assert disk.endswith("| 57 | 16 | 1,300 | 1.08 | 1 |")
+    assert disk.startswith("| disk | 2,048 | 4,000 | 4,000 |") and disk.endswith("| 57 | 16 | 1,300 | 1.08 | 1 |")
 
 
 def test_memory_as_allowed_planned_and_found():

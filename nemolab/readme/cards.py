@@ -79,7 +79,7 @@ def decode_table() -> str:
             moved = f"{(said['bytes_copied'] + said['bytes_in_place']) / 1e6:,.0f}"
             ratios = [f"{row['median'] / said[name]:.2f}" for name in ("floor_ms", "bus_and_dense_ms")]
             cells = [f"`{strategy}`", share_cell, hits, f"{said['reads']:.1f}", moved, spread(row), *floors, *ratios]
-            rows.append([*cells, f"{said['cpu_ms']:.1f}", len(row["values"])])
+            rows.append([*cells, f"{said['driver_cpu_ms']:.1f}", len(row["values"])])
             taken.append(row)
     headers = [
         "strategy",
@@ -91,7 +91,7 @@ def decode_table() -> str:
         "bus, ms:",
         "disk, ms:",
     ]
-    more = ["dense, ms:", "measured / longest:", "measured / (bus + dense):", "CPU, ms:", "samples:"]
+    more = ["dense, ms:", "measured / longest:", "measured / (bus + dense):", "CPU of its thread, ms:", "samples:"]
     said = taken[0]["settings"]
     how = (
         f"{how_taken(taken)}. {_layers(said)}; routing {said['routing']}; {said['prefetch']} guesses read ahead;"
@@ -134,14 +134,14 @@ def prefill_table() -> str:
         said = row["settings"]
         disk = f"{said['disk_read_ms']:,.0f}" if "disk_read_ms" in said else ""
         floors = [f"{said['copy_ms']:,.0f}", f"{said['torch_ms']:,.0f}", disk]
-        crossed = said.get("crossed", said["lookups"])  # older rows have what was looked up, each to be copied once
-        cells = [where, f"{said['tokens']:,}", f"{said['needed']:,}", f"{crossed:,.0f}", spread(row), *floors]
+        cells = [where, f"{said['tokens']:,}", f"{said['needed']:,}", f"{said['crossed']:,.0f}", spread(row), *floors]
         rows.append([*cells, f"{row['median'] / said['floor_ms']:.2f}", len(row["values"])])
         taken.append(row)
     headers = ["experts in", "tokens:", "experts needed:", "that crossed the bus:", "ms:", "crossing, ms:"]
     more = ["torch BF16, ms:", "disk, ms:", "measured / longest:", "samples:"]
     said = taken[0]["settings"]
     how = f"{how_taken(taken)}. {_layers(said)}; copied at {said['copy_gb_s']:.1f} GB/s. Median (least to most)."
+    how += " The disk's time is that of the same blocks read in order between the passes: a comparison, no bound."
     return f"{how}\n\n{markdown_table([*headers, *more], rows)}"
 
 
