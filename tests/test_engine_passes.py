@@ -25,11 +25,14 @@ def engine(path):
         yield engine
 
 
+@pytest.fixture
 def ours():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("nemolab")]
+    """Which threads of engines there are that were not there before the test."""
+    before = set(threading.enumerate())
+    return lambda: [t for t in threading.enumerate() if t.name.startswith("nemolab") and t not in before]
 
 
-def test_closing_waits_for_the_pass_of_another_thread_and_the_next_finds_it_closed(path, monkeypatch):
+def test_closing_waits_for_the_pass_of_another_thread_and_the_next_finds_it_closed(path, monkeypatch, ours):
     engine, inside, go_on, seen = Engine(path, threads=1), threading.Event(), threading.Event(), []
     step = engine._model.step
 
@@ -61,7 +64,7 @@ def test_closing_waits_for_the_pass_of_another_thread_and_the_next_finds_it_clos
     assert seen == [(engine.config.vocab_size,), "refused"] and not closer.is_alive() and not ours()
 
 
-def test_an_engine_can_be_closed_between_two_tokens_and_not_amid_one(path, monkeypatch):
+def test_an_engine_can_be_closed_between_two_tokens_and_not_amid_one(path, monkeypatch, ours):
     engine = Engine(path, threads=1)
     with pytest.raises(EngineError, match="closed"):
         for _ in engine.generate(IDS, max_tokens=5, stop_ids=()):
