@@ -17,6 +17,7 @@ from nemolab.engine import Engine, memory
 from nemolab.engine.gpu.beside import DIFFERENCE, TOLD
 from nemolab.engine.gpu.device import Card, StandIn, Usage
 from nemolab.engine.gpu.guard import SPARE_BYTES, Guard
+from nemolab.engine.gpu.model import CardModel
 from nemolab.engine.gpu.plan import least_bytes
 from nemolab.errors import EngineError, StoreError
 from nemolab.store import page_lock
@@ -110,6 +111,60 @@ def test_a_part_that_does_not_close_keeps_nothing_else_open(path, monkeypatch, b
     with pytest.raises(RuntimeError, match="unspecified launch"):
         engine.close()
     assert closed == ["memory", "cache"] and card.limits[-1] is None and cache.watcher is None
+
+
+def test_a_model_that_did_not_close_is_closed_the_next_time(path, monkeypatch):
+    engine = Engine(path, device="twin")
+    side, model = engine._card, engine._model
+    with monkeypatch.context() as failing:
+        failing.setattr(model, "close", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            side.close()
+    closed = []
+    monkeypatch.setattr(model, "close", lambda real=model.close: (closed.append(1), real()))
+    engine.close()
+    side.close()
+    assert closed == [1]
+
+
+@pytest.mark.parametrize("broken", ["_limit", "_check_held"])
+def test_a_model_refused_when_it_is_there_is_closed_and_kept_by_no_error(path, monkeypatch, broken):
+    made, closed, real = [], [], getattr(Guard, broken)
+
+    class Noted(CardModel):
+        def __init__(self, *parts):
+            super().__init__(*parts)
+            made.append(weakref.ref(self))
+
+        def close(self):
+            closed.append(1)
+            super().close()
+
+    def refuse(guard):
+        if made:
+            raise EngineError("more than the budget")
+        real(guard)
+
+    monkeypatch.setattr("nemolab.engine.gpu.side.CardModel", Noted)
+    monkeypatch.setattr(Guard, broken, refuse)
+    gc.disable()
+    try:
+        with pytest.raises(EngineError, match="more than the budget") as kept:
+            Engine(path, device="twin")
+        assert closed == [1] and made[0]() is None and kept.tb is not None
+    finally:
+        gc.enable()
+
+
+def test_a_limit_that_was_not_lifted_is_lifted_the_next_time(monkeypatch):
+    card = FakeCard()
+    guard = make_guard(card)
+    with monkeypatch.context() as failing:
+        failing.setattr(card, "set_limit", lambda nbytes: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            guard.close()
+    guard.close()
+    assert card.limits[1:] == [None]
 
 
 def test_memory_that_ends_for_a_conversation_or_its_copy_is_an_error_of_ours(path, monkeypatch):

@@ -1,19 +1,22 @@
 """Four ways for experts to reach the arithmetic: equal bits, misses, banks in turn, graphs. By twins, and on a card."""
 
+import gc
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from nemolab.engine.gpu.cache_memory import CacheMemory
 from nemolab.engine.gpu.device import open_device
 from nemolab.engine.gpu.moe_step import Fetch, MoeStep, slots_bytes, spread
 from nemolab.engine.gpu.operators import find_operators
 from nemolab.engine.gpu.pinned import PinnedArray, wait_for_ids
 from nemolab.engine.gpu.table import ExpertTable, TableKeeper
 from nemolab.engine.transfers import TRANSFERS
-from nemolab.errors import EngineError, UsageError
+from nemolab.errors import EngineError, StoreError, UsageError
 from nemolab.measure.bench_moe_step import bench_moe_step
 from nemolab.store.arena import Arena
 from nemolab.store.direct_io import address
@@ -366,6 +369,41 @@ def test_a_pinned_array_is_unlocked_when_it_is_forgotten():
     assert locker.locked == {kept.address}
     kept.close()
     assert not locker.locked
+
+
+def test_a_pinned_array_interrupted_once_it_is_locked_is_unlocked(monkeypatch):
+    grow, locker = PageLock.grow, CountingLocker()
+
+    def interrupted(lock, nbytes):
+        grow(lock, nbytes)
+        assert locker.locked
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PageLock, "grow", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        PinnedArray((3,), np.int32, locker)
+    gc.collect()
+    assert not locker.locked
+
+
+class KeepsTheFirst(CountingLocker):
+    """A driver that does not unlock what lies in front."""
+
+    def unlock(self, address):
+        if address == min(self.locked):
+            return "CUDA_ERROR_UNKNOWN"
+        super().unlock(address)
+
+
+def test_every_range_of_the_cache_is_unlocked_whatever_the_others_raise():
+    locker, arena = KeepsTheFirst(), Arena(5, 4096)
+    cache, device = SimpleNamespace(arena=arena.rows, slots=3), SimpleNamespace(locker=locker)
+    memory = CacheMemory(cache, device)
+    assert memory.is_seen(0) and memory.is_seen(3) and len(locker.locked) == 2
+    with pytest.raises(StoreError, match="CUDA_ERROR_UNKNOWN"):
+        memory.close()
+    assert locker.locked == {address(arena.rows)}
+    memory.close()
 
 
 def test_memory_that_cannot_be_shared_is_refused(monkeypatch):

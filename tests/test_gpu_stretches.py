@@ -194,7 +194,6 @@ class Recording:
 def test_a_recording_that_fails_is_ended_and_what_failed_comes_out(monkeypatch):
     for failing, called in (
         (("work",), ["begin", "work", "end"]),
-        (("begin",), ["begin", "end"]),
         (("work", "end"), ["begin", "work", "end", "pool (0, 1) of 0"]),
     ):
         fake = Recording(monkeypatch, failing)
@@ -223,14 +222,92 @@ def test_graphs_end_when_they_are_dropped_and_none_ends_while_one_is_recorded(mo
         assert fake.called == ["begin", "work", "end", *([] if failing else ["replay"]), "reset"]
 
 
-def test_where_no_graph_can_be_made_tokens_go_on_without(monkeypatch, capsys):
-    fake = Recording(monkeypatch, ["end"])
+@pytest.mark.parametrize(
+    ("failing", "tried"),
+    [
+        (["end"], ["begin", "work", "end", "pool (0, 1) of 0"]),
+        (["begin"], ["begin", "end"]),
+        (["begin", "end"], ["begin", "end", "pool (0, 1) of 0"]),
+    ],
+)
+def test_where_no_graph_can_be_made_tokens_go_on_without(monkeypatch, capsys, failing, tried):
+    fake = Recording(monkeypatch, failing)
     found = Stretches(lambda: CardGraphs(torch.device("cuda", 0)))
     for _ in range(3):
         found.begin([])
         found.run(0, partial(fake.call, "work"))
-    assert fake.called == ["work", "begin", "work", "end", "pool (0, 1) of 0", "reset", "work", "work"]
-    assert "no graph could be made of them: CUDA error in end" in capsys.readouterr().err
+    assert fake.called == ["work", *tried, "reset", "work", "work"]
+    assert capsys.readouterr().err.count(f"no graph could be made of them: CUDA error in {failing[0]}") == 1
+
+
+def test_a_recording_whose_end_was_interrupted_is_ended_with_the_graphs(monkeypatch):
+    """It would stay open: nothing can be waited for then."""
+    fake = Recording(monkeypatch)
+    graphs = CardGraphs(torch.device("cuda", 0))
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(graphs, "_end", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            graphs.record(partial(fake.call, "work"))
+    graphs.close()
+    graphs.close()
+    assert fake.called == ["begin", "work", "end", "reset"]
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+@one_thread
+def test_graphs_go_before_the_card_is_waited_for(path, monkeypatch):
+    """After a token that broke off, be it to go on or to close: one may be open still."""
+    called = []
+    with open_engine(path) as engine:
+        state = engine.new_state()
+        step_through(engine, IDS[:3], state)
+        graphs, parts = engine._model._parts.stretches, engine._model._parts
+        monkeypatch.setattr(engine._model.device, "wait", lambda: called.append("wait"))
+        with monkeypatch.context() as interrupted:
+            interrupted.setattr(parts.step, "choice", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                engine.step(IDS[3], state)
+        monkeypatch.setattr(graphs, "drop", lambda real=graphs.drop: (called.append("drop"), real()))
+        engine.step(IDS[0], engine.new_state())
+        assert called[:2] == ["drop", "wait"]
+        called.clear()
+    assert called[:2] == ["drop", "wait"]
+
+
+def test_garbage_is_collected_again_whenever_an_interrupt_comes(monkeypatch):
+    disable = gc.disable
+
+    def disable_and_stop():
+        disable()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gc, "disable", disable_and_stop)
+    try:
+        with pytest.raises(KeyboardInterrupt), stretches._no_collection():
+            pass
+        assert gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_no_graph_ends_while_another_engine_records_one(monkeypatch):
+    fake, device = Recording(monkeypatch), torch.device("cuda", 0)
+    first, second = CardGraphs(device), CardGraphs(device)
+    first.record(partial(fake.call, "work"))
+    fake.called.clear()
+    others = threading.Thread(target=first.close)
+
+    def work():
+        others.start()
+        others.join(timeout=0.1)
+        fake.call("work")
+
+    second.record(work)
+    others.join()
+    assert fake.called == ["begin", "work", "end", "reset"]
 
 
 def test_no_memory_is_given_back_while_a_graph_is_recorded(monkeypatch):

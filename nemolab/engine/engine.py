@@ -160,12 +160,11 @@ class Engine:
     def close(self) -> None:
         """Give threads, descriptors and memory back, once a pass of another thread is over. Closing twice is fine."""
         with self._turns.close(), ExitStack() as stack:  # each whatever the others raise, the last named first
-            self._model = None
-            for name in ("_cache", "_card", "_team"):
-                held = getattr(self, name)
-                setattr(self, name, None)
+            for held in (self._cache, self._card, self._team):
                 if held is not None:
                     stack.callback(held.close)
+            # Not before: what an interrupt leaves unclosed is closed the next time.
+            self._model = self._cache = self._card = self._team = None
 
     @property
     def notes(self) -> list[str]:
@@ -335,10 +334,11 @@ class Engine:
 
     def _tell_recorder(self) -> None:
         """Let the model know who records, if it does not know."""
-        if self._told is not self._recorder:
+        recorder = self._recorder  # once: another thread's recording may end meanwhile
+        if self._told is not recorder:
             self._told = False  # neither nobody nor somebody: should it end half-way, it is told again
-            self._model.set_recorder(self._recorder)
-            self._told = self._recorder
+            self._model.set_recorder(recorder)
+            self._told = recorder
 
     def empty_cache(self) -> None:
         """Forget all cached experts: what comes next begins cold."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import pairwise
 from typing import TypeVar
 
@@ -65,8 +66,9 @@ class CacheMemory:
 
     def close(self) -> None:
         """Nothing on the card may be reading it any more."""
-        for _, lock in self._ranges:
-            lock.close()
+        with ExitStack() as stack:  # each whatever the others raise
+            for _, lock in reversed(self._ranges):
+                stack.callback(lock.close)
 
 
 class Finder:
@@ -120,7 +122,9 @@ class Finder:
     def make_room(self, what: str, make: Callable[[], Made]) -> Made:
         """What `make` returns, which page-locks memory for `what`: where the cache has taken all, it gives some back.
 
-        Between layers only. Raises EngineError where that does not suffice.
+        Between tokens, or once a layer's choice is known and before it is said where its experts lie, as in `fetch`:
+        what the card reads by then is waited for, no graph is being recorded, and whether it sees a row is asked again
+        afterwards. Raises EngineError where that does not suffice.
         """
         while True:
             try:

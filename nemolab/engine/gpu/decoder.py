@@ -133,8 +133,8 @@ class Decoder:
 
     def _recover(self) -> None:
         """After a token that broke off anywhere: whatever it had queued is done, and nothing it half wrote is used."""
+        self._parts.stretches.drop()  # first: as long as a graph is being recorded, waiting fails
         self._device.wait()
-        self._parts.stretches.drop()
         self._finder.keeper.start_over()
         self._parts.step.start_over()
 

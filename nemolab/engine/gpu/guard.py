@@ -56,8 +56,12 @@ class Guard:
     def load(self, what: str, compute: Callable[[], Result]) -> Result:
         """The same for what is to stay on the card."""
         result = self._compute(what, compute, "allow more")
-        self._limit()
-        self._check_held()
+        try:
+            self._limit()
+            self._check_held()
+        except BaseException:
+            del result  # whoever keeps the error would keep it, too
+            raise
         return result
 
     def take(self, what: str, compute: Callable[[], Result]) -> Result:
@@ -69,8 +73,8 @@ class Guard:
         if self.limit_bytes is None:
             self._device.release()
         else:
-            self.limit_bytes = None
             self._device.set_limit(None)
+            self.limit_bytes = None  # not before: should that fail, the next call tries again
 
     def _compute(self, what: str, compute: Callable[[], Result], advice: str) -> Result:
         try:

@@ -205,6 +205,7 @@ class CardModel:
                 stack.callback(part.close)
             self._finder.cache.watcher = None
             self.device.use()
+            self._parts.stretches.drop()  # first: as long as a graph is being recorded, waiting fails
             self.device.wait()
 
 

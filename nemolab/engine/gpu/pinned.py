@@ -38,16 +38,17 @@ class PinnedArray:
         arena = Arena(1, pages)
         row = arena.rows[0]
         lock = PageLock(address(row), pages, pages, locker)
+        self._close = weakref.finalize(self, _unlock, lock, arena)  # first: an interrupt must not leave it locked
+        self._close.atexit = False  # by then the driver may be gone, and with the process all of it goes
         problem = lock.grow(pages)
         if problem is not None:
+            self._close()  # what was locked of it, too
             raise NotLocked(
                 f"{show_bytes(self.nbytes)} that card and CPU share: {problem}; "
                 f"raise the limit of locked memory (ulimit -l), or use device='cpu'"
             )
         self.array = row[: self.nbytes].view(dtype).reshape(shape)
         self.address = address(row)
-        self._close = weakref.finalize(self, _unlock, lock, arena)
-        self._close.atexit = False  # by then the driver may be gone, and with the process all of it goes
 
     def close(self) -> None:
         """Once nothing on the card uses it. Closing twice is fine."""

@@ -72,8 +72,12 @@ class CardSide:
     def make_model(self, cache: ExpertCache, team, prefetch: int) -> CardModel:
         parts = (self._store, cache, team, self.device, self.transfer, prefetch, self.guard, self._trials)
         parts += (self.plan.piece_tokens,)
-        self._model = self.guard.load("this model", lambda: CardModel(*parts))
-        return self._model
+
+        def make() -> CardModel:
+            self._model = CardModel(*parts)  # before the guard looks: what it then refuses is to be closed, too
+            return self._model
+
+        return self.guard.load("this model", make)
 
     def memory(self) -> dict:
         """Bytes: the budget, what was planned by part, what was found by part, the peak; how much is page-locked.
@@ -109,13 +113,12 @@ class CardSide:
         }
 
     def close(self) -> None:
-        """Before the cache's memory goes. Closing twice is fine."""
-        model, self._model = self._model, None
+        """Before the cache's memory goes. Closing twice is fine, and closes what did not close the first time."""
         try:
-            if model is not None:
-                model.close()
+            if self._model is not None:
+                self._model.close()
+                self._model = None  # what it holds goes back with the guard
         finally:
-            del model  # what it holds goes back with the guard
             self.guard.close()
 
 

@@ -29,54 +29,76 @@ class CardGraphs:
         self._device, self._pool = device, torch.cuda.graph_pool_handle()
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._stream = torch.cuda.Stream(device)  # the default one cannot be recorded
+        self._open: torch.cuda.CUDAGraph | None = None  # begun, and not known to be ended
 
     def record(self, work: Callable[[], None]) -> Callable[[], None] | None:
         """What `work` queues on torch's current stream, nothing of it run: a function that queues it all at once.
 
-        None where the driver makes no graph of it. What `work` raises comes out as it is.
+        None, and said why, where the driver does not begin a graph or makes none of it. What `work` raises comes out
+        as it is.
         `torch.cuda.graph` does the same, but collects garbage and waits for the card each time; here none is collected.
         """
         graph = torch.cuda.CUDAGraph()
         self._graphs.append(graph)
         with allocator.LOCK, torch.cuda.stream(self._stream), _no_collection():
+            self._open = graph
             try:
-                # Other threads may do what they like meanwhile, but for giving memory back: open another engine, say.
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                work()
+                refused = self._begin(graph)
+                if refused is None:
+                    work()
             except BaseException:
                 self._end(graph)
                 raise
-            problem = self._end(graph)
+            failed = self._end(graph)
+        problem = refused or failed
         if problem is not None:
             say(f"card: tokens go on kernel by kernel, since no graph could be made of them: {problem}")
             return None
         return graph.replay
 
-    def _end(self, graph: torch.cuda.CUDAGraph) -> Exception | None:
-        """Record no more; why there is no graph."""
+    def _begin(self, graph: torch.cuda.CUDAGraph) -> Exception | None:
+        """Record from here on; why not."""
         try:
-            graph.capture_end()
+            # Other threads may do what they like meanwhile, but for letting memory or graphs go: open an engine, say.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         except Exception as problem:
-            # Then torch may still take this thread's memory from the graph's pool, and refuse to give any back.
-            with suppress(Exception):
-                torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
             return problem
         return None
 
+    def _end(self, graph: torch.cuda.CUDAGraph) -> Exception | None:
+        """Record no more; why there is no graph."""
+        problem = None
+        try:
+            graph.capture_end()
+        except Exception as failure:
+            # Then torch may still take this thread's memory from the graph's pool, and refuse to give any back.
+            with suppress(Exception):
+                torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+            problem = failure
+        self._open = None  # an interrupt before here leaves it to `close`
+        return problem
+
     def close(self) -> None:
-        """Let go of all graphs now. Tracebacks may hold them, and one that ends while another is recorded spoils it."""
-        graphs, self._graphs = self._graphs, []
-        for graph in graphs:
-            with suppress(Exception):  # one that failed half-made has nothing to let go of
-                graph.reset()
+        """Let go of all graphs now. Tracebacks may hold them, and one that ends while another is recorded spoils it.
+
+        Those that the card still runs are freed by the driver once they are through.
+        """
+        with allocator.LOCK:
+            if self._open is not None:
+                with torch.cuda.stream(self._stream):  # it ends on the stream it began on, or not at all
+                    self._end(self._open)
+            graphs, self._graphs = self._graphs, []
+            for graph in graphs:
+                with suppress(Exception):  # one that failed half-made has nothing to let go of
+                    graph.reset()
 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
     """No garbage is collected meanwhile: what ends on the card while a graph is recorded spoils it."""
     was_on = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         if was_on:
@@ -177,8 +199,8 @@ class Stretches:
     def drop(self) -> None:
         """Let go of all graphs. Whenever something else that a stretch does or touches has changed."""
         self._recorded: dict[int, Callable[[], None]] = {}
-        graphs, self._graphs = self._graphs, None
-        if graphs is not None:
-            graphs.close()
         self._met: list[weakref.ref] | None = None  # none yet: a state without tensors has a first token, too
         self._alike = False
+        if self._graphs is not None:
+            self._graphs.close()
+            self._graphs = None  # not before: should an interrupt come first, they are closed the next time
