@@ -87,6 +87,34 @@ def test_closing_twice_is_fine_and_a_closed_engine_says_so(path):
             use()
 
 
+def test_a_closing_that_is_interrupted_closes_all_the_same(path):
+    class Interrupted(Engine):
+        def __setattr__(self, name, value):
+            super().__setattr__(name, value)
+            if name == "_cache" and value is None and self._team is not None:
+                raise KeyboardInterrupt
+
+    engine = Engine(path, threads=2)
+    engine.__class__ = Interrupted
+    with pytest.raises(KeyboardInterrupt):
+        engine.close()
+    assert not ours()
+
+
+def test_a_recording_that_ends_while_the_model_is_told_of_it_is_taken_back(engine, monkeypatch):
+    told, recorder = [], object()
+
+    def end_meanwhile(who):
+        told.append(who)
+        engine._recorder = None
+
+    monkeypatch.setattr(engine._model, "set_recorder", end_meanwhile)
+    engine._recorder = recorder
+    for _ in range(3):
+        engine._tell_recorder()
+    assert told == [recorder, None]
+
+
 def test_two_engines_at_once_do_not_disturb_each_other(path):
     with Engine(path, threads=1) as one, Engine(path, threads=1) as two:
         first = one.prefill(IDS, one.new_state())
