@@ -6,6 +6,7 @@ So an interrupt between any two steps leaves no thread at work that nobody knows
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 from nemolab.errors import StoreError
 
@@ -17,11 +18,10 @@ class Task:
     .failure  what it failed with, or that it was called off
     """
 
-    __slots__ = ("_claim", "_waker", "ended", "failure")
+    __slots__ = ("_notes", "ended", "failure")
 
     def __init__(self):
-        self._claim: dict[str, int] = {}
-        self._waker: threading.Event | None = None
+        self._notes: dict[str, Any] = {}  # by: the thread that claimed it; waker: wakes all that wait
         self.ended = False
         self.failure: BaseException | None = None
 
@@ -48,12 +48,12 @@ class Task:
             return
         # An event is dear, and most work is over before anyone waits. The order matters: the thread at work says that
         # it has ended, then looks for somebody to wake.
-        self._waker = threading.Event()
+        waker = self._notes.setdefault("waker", threading.Event())  # one for all that wait
         if not self.ended:
             try:
-                self._waker.wait()
+                waker.wait()
             except BaseException:  # an interrupt must not leave a thread writing into memory about to be used again
-                self._waker.wait()
+                waker.wait()
                 raise
 
     def call_off(self) -> None:
@@ -64,11 +64,12 @@ class Task:
 
     def _end(self) -> None:
         self.ended = True
-        if self._waker is not None:
-            self._waker.set()
+        waker = self._notes.get("waker")
+        if waker is not None:
+            waker.set()
 
     def _may_begin(self) -> bool:
         # One step that no interrupt can cut in two, and that a thread may take again: what it claimed and, interrupted,
         # did not end is still its own.
-        mine = self._claim.setdefault("by", threading.get_ident()) == threading.get_ident()
+        mine = self._notes.setdefault("by", threading.get_ident()) == threading.get_ident()
         return mine and not self.ended
