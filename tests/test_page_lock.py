@@ -80,6 +80,88 @@ def test_what_cannot_be_unlocked_is_said():
     assert locker.locked == {}, "the others are unlocked all the same"
 
 
+class InterruptedLocker(FakeLocker):
+    """Interrupted once in a call: "before" the driver does anything, or "behind" what it did."""
+
+    def __init__(self, call: str, when: str):
+        super().__init__(1 << 30)
+        self._call, self._when = call, when
+
+    def _interrupt(self, call, when):
+        if (call, when) == (self._call, self._when):
+            self._call = ""
+            raise KeyboardInterrupt
+
+    def lock(self, address, nbytes):
+        self._interrupt("lock", "before")
+        assert address not in self.locked, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"
+        problem = super().lock(address, nbytes)
+        self._interrupt("lock", "behind")
+        return problem
+
+    def unlock(self, address):
+        self._interrupt("unlock", "before")
+        problem = super().unlock(address)
+        self._interrupt("unlock", "behind")
+        return problem
+
+
+@pytest.mark.parametrize("when", ["before", "behind"])
+@pytest.mark.parametrize("then", ["grow", "shrink", "close"])
+def test_a_chunk_locked_as_an_interrupt_comes_is_not_lost(when, then):
+    locker = InterruptedLocker("lock", when)
+    lock = PageLock(0, 4 * ROW, ROW, locker, chunk_bytes=ROW)
+    with pytest.raises(KeyboardInterrupt):
+        lock.grow(ROW)
+    assert lock.locked_bytes == 0
+    if then == "grow":
+        assert lock.grow(2 * ROW) is None
+        assert lock.locked_bytes == 2 * ROW == sum(locker.locked.values())
+    elif then == "shrink":
+        assert lock.shrink() == 0 and lock.locked_bytes == 0 and locker.locked == {}
+    lock.close()
+    assert locker.locked == {}
+
+
+@pytest.mark.parametrize("when", ["before", "behind"])
+def test_an_interrupt_while_it_shrinks_promises_no_memory_that_is_unlocked(when):
+    locker = InterruptedLocker("unlock", when)
+    lock = PageLock(0, 4 * ROW, ROW, locker, chunk_bytes=ROW)
+    lock.grow(4 * ROW)
+    with pytest.raises(KeyboardInterrupt):
+        lock.shrink()
+    assert lock.locked_bytes == 3 * ROW
+    assert lock.grow(4 * ROW) is None and sum(locker.locked.values()) == 4 * ROW == lock.locked_bytes
+    lock.close()
+    assert locker.locked == {}
+
+
+def test_a_piece_that_breaks_its_unlocking_keeps_none_of_the_others_locked():
+    class Broken(FakeLocker):
+        def unlock(self, address):
+            if address == 2 * ROW:
+                raise RuntimeError("the driver is gone")
+            return super().unlock(address)
+
+    locker = Broken(1 << 30)
+    lock = PageLock(0, 4 * ROW, ROW, locker, chunk_bytes=ROW)
+    lock.grow(4 * ROW)
+    with pytest.raises(RuntimeError, match="the driver is gone"):
+        lock.close()
+    assert list(locker.locked) == [2 * ROW]
+
+
+@pytest.mark.parametrize("when", ["before", "behind"])
+def test_an_interrupt_while_it_closes_leaves_nothing_locked(when):
+    locker = InterruptedLocker("unlock", when)
+    lock = PageLock(0, 4 * ROW, ROW, locker, chunk_bytes=ROW)
+    lock.grow(4 * ROW)
+    with pytest.raises(KeyboardInterrupt):
+        lock.close()
+    assert locker.locked == {} and lock.locked_bytes == 0
+    lock.close()
+
+
 @pytest.mark.parametrize(("at", "nbytes", "row"), [(5, ROW, ROW), (0, ROW + 4096, ROW), (0, 5000, 5000)])
 def test_only_whole_pages_and_rows_are_locked(at, nbytes, row):
     with pytest.raises(StoreError, match="whole pages are needed"):

@@ -11,6 +11,7 @@ anybody reports it again.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from typing import Protocol
 
@@ -126,6 +127,7 @@ class PageLock:
     address, nbytes  a page-aligned range; row_bytes  what no chunk's border may cut (a block: a copy must not span two
                      registrations)
     .locked_bytes    so much from the start is page-locked; .chunk_bytes  in pieces of so much
+    An interrupt at any moment leaves no chunk locked that `close` does not know of, and none counted that is not.
     """
 
     def __init__(self, address: int, nbytes: int, row_bytes: int, locker: Locker, chunk_bytes: int = CHUNK_BYTES):
@@ -135,6 +137,7 @@ class PageLock:
             )
         self._address, self._nbytes, self._locker = address, nbytes, locker
         self.chunk_bytes = max(1, chunk_bytes // row_bytes) * row_bytes
+        # Noted before they are locked, dropped when they are unlocked: the last may lie beyond what is locked for sure.
         self._chunks: list[int] = []
         self.locked_bytes = 0
 
@@ -144,6 +147,7 @@ class PageLock:
         A chunk that cannot be locked leaves nothing behind, and the next call tries again. One that is more than the
         machine or a cgroup has left is not tried: what is locked counts like any other memory.
         """
+        self._drop_unsure()
         while self.locked_bytes < min(wanted_bytes, self._nbytes):
             size = min(self.chunk_bytes, self._nbytes - self.locked_bytes)
             memory = read_memory()
@@ -152,10 +156,12 @@ class PageLock:
                     f"{show_bytes(self.locked_bytes)} are page-locked and no more: the next {show_bytes(size)} would "
                     f"not fit the {show_bytes(memory.available_bytes)} left (limit: {memory.tightest.name})"
                 )
-            problem = self._locker.lock(self._address + self.locked_bytes, size)
+            start = self._address + self.locked_bytes
+            self._chunks.append(start)
+            problem = self._locker.lock(start, size)
             if problem is not None:
+                self._chunks.pop()
                 return f"the driver page-locked {show_bytes(self.locked_bytes)} and no more ({problem})"
-            self._chunks.append(self._address + self.locked_bytes)
             self.locked_bytes += size
         return None
 
@@ -164,22 +170,43 @@ class PageLock:
 
         Raises StoreError where the driver does not unlock it.
         """
+        self._drop_unsure()
         if not self._chunks:
             return 0
         size = self._address + self.locked_bytes - self._chunks[-1]
-        problem = self._locker.unlock(self._chunks.pop())
         self.locked_bytes -= size
+        problem = self._locker.unlock(self._chunks[-1])
+        self._chunks.pop()
         if problem is not None:
             raise StoreError(f"unlocking {size} bytes of memory failed: {problem}")
         return size
 
     def close(self) -> None:
-        """Unlock everything; nothing on the card may be reading it any more. Closing twice is fine."""
-        problems = []
+        """Unlock everything; nothing on the card may be reading it any more. Closing twice is fine.
+
+        What cannot be unlocked, or an interrupt, is raised once the rest is.
+        """
+        locked_to, self.locked_bytes = self._address + self.locked_bytes, 0
+        problems, interrupt = [], None
         while self._chunks:
-            problem = self._locker.unlock(self._chunks.pop())
-            if problem is not None:
+            start = self._chunks[-1]
+            try:
+                problem = self._locker.unlock(start)
+            except BaseException as failure:
+                interrupt = interrupt or failure
+                problem = None
+                with contextlib.suppress(BaseException):  # once more: refused, and rightly, where it had been done
+                    self._locker.unlock(start)
+            self._chunks.pop()
+            if problem is not None and start < locked_to:
                 problems.append(problem)
-        self.locked_bytes = 0
+        if interrupt is not None:
+            raise interrupt
         if problems:
             raise StoreError(f"unlocking {len(problems)} pieces of memory failed: {problems[0]}")
+
+    def _drop_unsure(self) -> None:
+        """An interrupt came while the last chunk was locked or unlocked: whether it is, the driver alone knows."""
+        if self._chunks and self._chunks[-1] >= self._address + self.locked_bytes:
+            self._locker.unlock(self._chunks[-1])  # refused where it is not
+            self._chunks.pop()
