@@ -29,25 +29,36 @@ class Pool:
         self._threads: list[threading.Thread] = []
         self._lock, self._closed = threading.Lock(), False
         # Whoever forgets to close it, or leaves the interpreter, must not wait for threads that wait for tasks.
-        self._end = weakref.finalize(self, _send_home, self._tasks, self._threads)
+        weakref.finalize(self, self._tasks.put, None)
 
     def submit(self, task: Work) -> None:
-        """Raises StoreError for a task that nobody would do, the pool being closed."""
+        """Raises StoreError for a task that nobody would do: the pool is closed, or not one thread can be started."""
         with self._lock:
             if self._closed:
                 raise StoreError(f"no task for {self._name} any more: its threads have ended")
-            self._tasks.put(task)
             if len(self._threads) < self._most:
-                name = f"{self._name}_{len(self._threads)}"
-                thread = threading.Thread(target=_work, args=(self._tasks,), name=name, daemon=True)
-                self._threads.append(thread)
-                thread.start()
+                self._start_one()
+            self._tasks.put(task)
+
+    def _start_one(self) -> None:
+        name = f"{self._name}_{len(self._threads)}"
+        thread = threading.Thread(target=_work, args=(self._tasks,), name=name, daemon=True)
+        try:
+            self._threads.append(thread)
+            thread.start()
+        except BaseException as problem:
+            if thread.ident is None and thread in self._threads:  # so it keeps no place
+                self._threads.remove(thread)
+            if not isinstance(problem, Exception):  # an interrupt
+                raise
+            if not self._threads:
+                raise StoreError(f"no thread for {self._name} ({problem})") from problem
 
     def close(self) -> None:
         """Let every task that was submitted come to its end, then the threads. Closing twice is fine."""
-        with self._lock:  # a thread started from here on would not be told to end
+        with self._lock:  # no task comes behind the end mark
             self._closed = True
-        self._end()
+        self._tasks.put(None)
         for thread in self._threads:
             if thread.ident is not None:  # an interrupt may have come before it was started
                 thread.join()
@@ -58,8 +69,4 @@ def _work(tasks: queue.SimpleQueue) -> None:
         with contextlib.suppress(BaseException):
             task()
         del task  # or it would live on until the next one comes
-
-
-def _send_home(tasks: queue.SimpleQueue, threads: list) -> None:
-    for _ in threads:
-        tasks.put(None)
+    tasks.put(None)  # the one end mark is for all
