@@ -16,7 +16,7 @@ from nemolab.store import cache as cache_module
 from nemolab.store import direct_io, growth, residents
 from nemolab.store.arena import Arena
 from nemolab.store.cache import ExpertCache
-from nemolab.store.counts import NOTHING
+from nemolab.store.counts import NOTHING, Counts
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +91,19 @@ def test_a_prompt_pass_reads_each_needed_expert_at_most_once(store, data, monkey
         missed = count - cached
         counts = {"lookups": count, "hits": cached, "misses": missed, "reads": missed, "bytes_read": missed * BLOCK}
         assert cache.stats()["prefill"] == NOTHING | counts
+
+
+def test_counts_can_be_asked_for_while_a_phase_begins(store, monkeypatch):
+    with ExpertCache(store, slots=30) as cache:
+        cache.lookup(0, range(TOP_K))
+        real = Counts.to_dict
+
+        def begin_another(counts, *settings):
+            cache._counts_of(f"phase {len(cache._counts)}")  # as another thread would
+            return real(counts, *settings)
+
+        monkeypatch.setattr(Counts, "to_dict", begin_another)
+        assert cache.stats()["decode"]["misses"] == TOP_K
 
 
 def test_a_prompt_pass_neither_refreshes_nor_inserts(store, monkeypatch):

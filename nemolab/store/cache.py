@@ -297,7 +297,7 @@ class ExpertCache:
         lost = self._residents.ahead.settle()
         return {
             phase: counts.to_dict(self.block_bytes, sum(owner is counts for owner in lost))
-            for phase, counts in self._counts.items()
+            for phase, counts in list(self._counts.items())  # another thread's lookup may begin a phase
         }
 
     def clear(self) -> None:
