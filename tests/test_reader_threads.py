@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from nemolab.errors import StoreError
+from nemolab.store import direct_io
+from nemolab.store import reader as reader_module
 from nemolab.store.direct_io import aligned_buffer
 from nemolab.store.reader import BlockReader
 
@@ -103,10 +105,55 @@ def test_an_interrupt_while_reads_are_started_leaves_none_under_way(path, monkey
         assert len(helpers) == 2 and all(helper.ended for helper in helpers)
 
 
-def test_a_closed_reader_leaves_no_descriptor_and_no_thread(path):
-    def open_files():
-        return len(os.listdir("/proc/self/fd"))
+def open_files():
+    return len(os.listdir("/proc/self/fd"))
 
+
+def test_an_interrupt_as_the_file_closes_does_not_close_it_twice(path, monkeypatch):
+    closed, real = [], os.close
+
+    def interrupt(descriptor):
+        closed.append(descriptor)
+        real(descriptor)
+        raise KeyboardInterrupt
+
+    reader = BlockReader(path, BLOCK, BLOCKS, direct=False)
+    monkeypatch.setattr(os, "close", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        reader.close()
+    reader.close()  # by now its number may be another file's
+    assert len(closed) == 1
+
+
+def test_a_reader_that_cannot_be_made_leaves_no_descriptor(path, monkeypatch):
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    files = open_files()
+    monkeypatch.setattr(reader_module, "_announced", set())
+    monkeypatch.setattr(direct_io, "open_direct", lambda *_: (None, "this test says so"))
+    with pytest.raises(KeyboardInterrupt):
+        BlockReader(path, BLOCK, BLOCKS, announce=fail)
+    assert open_files() == files, "what announces failed"
+    monkeypatch.setattr(os, "posix_fadvise", fail)
+    with pytest.raises(KeyboardInterrupt):
+        BlockReader(path, BLOCK, BLOCKS, direct=False)
+    assert open_files() == files, "advising the kernel failed"
+
+
+def test_a_proof_that_fails_leaves_no_descriptor(path, monkeypatch):
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    files = open_files()
+    monkeypatch.setattr(direct_io, "open_direct", lambda path, flags: (os.open(path, flags), ""))
+    monkeypatch.setattr(direct_io, "prove_direct", fail)
+    with pytest.raises(KeyboardInterrupt):
+        BlockReader(path, BLOCK, BLOCKS)
+    assert open_files() == files
+
+
+def test_a_closed_reader_leaves_no_descriptor_and_no_thread(path):
     files, threads = open_files(), threading.active_count()
     reader = BlockReader(path, BLOCK, BLOCKS, announce=lambda line: None)
     read_all(reader)

@@ -3,7 +3,8 @@
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +53,8 @@ class BlockReader:
         self._descriptor, self.mode, self.reason = _open(self.path, block_bytes, blocks, direct)
         if direct is None and self.mode == "buffered" and (str(self.path), self.reason) not in _announced:
             _announced.add((str(self.path), self.reason))
-            announce(f"{self.path}: reading through the page cache, because {self.reason}")
+            with _closed_if_this_fails(self._descriptor):
+                announce(f"{self.path}: reading through the page cache, because {self.reason}")
         self._must_be_direct, self._announce = bool(direct), announce
         self._lock, self._gave_up = threading.Lock(), False
         self._pool = Pool(threads, "nemolab-read")
@@ -123,9 +125,10 @@ class BlockReader:
     def close(self) -> None:
         """Let what was begun come to its end, then the threads, and close the file. Closing twice is fine."""
         self._pool.close()
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        # Forgotten first: closed a second time, behind an interrupt, its number may be another file's.
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
 
     def _check(self, block: int, buffer: np.ndarray) -> None:
         if self._descriptor is None:
@@ -246,7 +249,8 @@ def _open(path: Path, block_bytes: int, blocks: int, direct: bool | None) -> tup
         if direct is not False:
             descriptor, reason = direct_io.open_direct(path, os.O_RDONLY)
             if descriptor is not None:
-                proof = direct_io.prove_direct(descriptor, block_bytes, blocks)
+                with _closed_if_this_fails(descriptor):
+                    proof = direct_io.prove_direct(descriptor, block_bytes, blocks)
                 if proof.direct:
                     return descriptor, "direct", proof.reason
                 direct_io.close_quietly(descriptor)
@@ -256,6 +260,16 @@ def _open(path: Path, block_bytes: int, blocks: int, direct: bool | None) -> tup
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as problem:
         raise StoreError(f"{path}: cannot be opened ({problem.strerror})") from problem
-    # Blocks are read whole and in no order: reading ahead would fetch what nobody asked for.
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+    with _closed_if_this_fails(descriptor):
+        # Blocks are read whole and in no order: reading ahead would fetch what nobody asked for.
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
     return descriptor, "buffered", reason
+
+
+@contextmanager
+def _closed_if_this_fails(descriptor: int) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        direct_io.close_quietly(descriptor)
+        raise
