@@ -1,6 +1,7 @@
 """`nemolab bench decode` and `prefill` on a card: what they count and how, shown on twins. No timing is judged here."""
 
 import re
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -266,6 +267,7 @@ def test_memory_is_what_the_driver_tells_less_what_others_held(store):
     assert found["load_gib"] < found["prompt_gib"] < found["decode_gib"] and found["within_budget"]
     assert [row["name"] for row in found["rows"]] == [f"card_memory.{of}" for of in ("load", "prompt", "decode")]
     assert found["rows"][0]["settings"]["planned"]["total_bytes"] == found["planned_gib"] * 2**30
+    assert found["found_gib"] is None, "a twin has no account of its own"
 
 
 def test_a_peak_between_two_looks_at_the_engine_is_seen():
@@ -273,6 +275,36 @@ def test_a_peak_between_two_looks_at_the_engine_is_seen():
     with watch.phase("load"):
         pass
     assert watch.most_bytes["load"] == watch.asked * 2**20
+
+
+def watching():
+    return [thread for thread in threading.enumerate() if thread.name == "nemolab-watch"]
+
+
+def test_an_interrupt_as_watching_begins_leaves_no_thread_at_it(monkeypatch):
+    real = threading.Thread.start
+
+    def interrupt(thread):
+        real(thread)
+        raise KeyboardInterrupt
+
+    watch = Watch(FakeMeter())
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupt)
+        with pytest.raises(KeyboardInterrupt), watch.phase("load"):
+            raise AssertionError("nothing is done unwatched")
+    assert watching() == []
+    with watch.phase("load"):
+        assert all(thread.daemon for thread in watching()) and watching(), "no exit of the process waits for it"
+
+
+def test_a_thread_that_cannot_be_had_is_what_is_said(monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread"), Watch(FakeMeter()).phase("load"):
+        raise AssertionError("nothing is done unwatched")
 
 
 class FailingMeter(FakeMeter):

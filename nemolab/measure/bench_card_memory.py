@@ -42,7 +42,8 @@ def bench_card_memory(
     path      a checkpoint or a store; vram_gib  what the engine is allowed
     meter     something with .touched and used_bytes(), instead of the driver's library
     returns   load_gib, prompt_gib, decode_gib, peak_gib; budget_gib and within_budget; planned_gib and found_gib (the
-              peak by the engine's own account); prompt_s, decode_ms (a token); asked (how often); rows
+              peak by the engine's own account, None without one); prompt_s, decode_ms (a token); asked (how often);
+              rows
     Raises UsageError where the driver does not tell or ceases to, in a process that has used the card already (what it
     holds would be taken for others'), and for settings that cannot be.
     """
@@ -66,12 +67,12 @@ def bench_card_memory(
                 engine.step(token, state)
         ended, memory = time.perf_counter(), engine.memory()["card"]
     gib = {phase: most / 2**30 for phase, most in watch.most_bytes.items()}
-    peak_gib, planned = max(gib.values()), memory["planned"]
+    peak_gib, planned, found_bytes = max(gib.values()), memory["planned"], memory["peak"].get("total_bytes")
     figures = {
         "budget_gib": vram_gib,
         "within_budget": peak_gib <= vram_gib,
         "planned_gib": planned["total_bytes"] / 2**30,
-        "found_gib": memory["peak"].get("total_bytes", 0) / 2**30,
+        "found_gib": None if found_bytes is None else found_bytes / 2**30,
         "pass_tokens": planned["pass_tokens"],
         "prompt_s": between - started,
         "decode_ms": 1e3 * (ended - between) / tokens,
@@ -117,13 +118,14 @@ class Watch:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         self.most_bytes[name], done = 0, threading.Event()
-        thread = threading.Thread(target=self._ask_until, args=(name, done), name="nemolab-watch")
-        thread.start()
+        thread = threading.Thread(target=self._ask_until, args=(name, done), name="nemolab-watch", daemon=True)
         try:
+            thread.start()
             yield
         finally:
             done.set()
-            thread.join()
+            if thread.ident is not None:  # it was started
+                thread.join()
         if self._problem is not None:  # the most that was seen until then would be taken for the peak
             raise UsageError(
                 f"{name}: the driver does not tell any more what is in use ({self._problem}), so that the peak is not "
