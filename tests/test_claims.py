@@ -279,15 +279,21 @@ def test_a12_snapshot(large):
     assert "171.0 MB" in ledger("A12", "reproduced")
 
 
+TEXTS, KINDS = ("english", "russian", "tcp_udp"), ("kl_mean", "kl_mean_decode")
+
+
 def test_a15_texts():
     found, on_the_cpu = ledger("A15", "in kind"), {"model": "tiny", "device": None}
-    for text in ("english", "russian", "tcp_udp"):
+    for text in TEXTS:
         ours, theirs = (latest(f"compare.ppl_{whose}", text=text, **on_the_cpu) for whose in ("engine", "reference"))
         assert f"{ours['median']:.2f}" in found and ours["median"] == pytest.approx(theirs["median"], rel=1e-6)
-        for kind in ("kl_mean", "kl_mean_decode"):
+        for kind in KINDS:
             assert latest(f"compare.{kind}", text=text, **on_the_cpu)["median"] <= 1e-6
-    matches = [latest("compare.greedy_match", text=text, **on_the_cpu) for text in ("english", "russian", "tcp_udp")]
+    matches = [latest("compare.greedy_match", text=text, **on_the_cpu) for text in TEXTS]
     assert f"{sum(row['median'] for row in matches):.0f}/{3 * matches[0]['settings']['greedy_of']}" in found
+    kls = [latest(f"compare.{kind}", text=text, device="cuda")["median"] for kind in KINDS for text in TEXTS]
+    greedy = sum(latest("compare.greedy_match", text=text, device="cuda")["median"] for text in TEXTS)
+    assert f"on an H200 mean KL at most {max(kls):.1e} nats" in found and f"greedy {greedy:.0f}/192" in found
 
 
 def test_a16_swapped_nibbles():

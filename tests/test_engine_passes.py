@@ -159,6 +159,24 @@ def test_whole_numbers_of_numpy_and_torch_are_ids(engine):
         assert torch.equal(engine.step(one, engine.new_state()), engine.step(40, engine.new_state()))
 
 
+def test_a_place_that_is_not_there_is_refused_before_a_store_is_made(tmp_path, monkeypatch):
+    monkeypatch.setenv("NEMOLAB_CACHE", str(tmp_path / "cache"))
+    model = write_checkpoint(tmp_path, pattern="M*EE", hidden=32, latent=32, inter=32, experts=6)
+    wrong = (
+        {"device": "gpu"},
+        {"device": "cuda:999"},
+        {"device": "twin", "transfer": "push"},
+        {"vram_gib": 8},
+        {"threads": 0},
+    )
+    for settings in wrong:
+        with pytest.raises(EngineError):
+            Engine(model, **settings)
+    assert not (tmp_path / "cache").exists()
+    with Engine(model, threads=1):
+        assert (tmp_path / "cache").exists(), "it is made there"
+
+
 def test_ids_may_come_from_the_engine_itself(engine):
     wanted = engine.prefill(list(engine.generate(IDS, max_tokens=4, stop_ids=())), engine.new_state())
     found = engine.prefill(engine.generate(IDS, max_tokens=4, stop_ids=()), engine.new_state())

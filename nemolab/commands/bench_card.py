@@ -22,7 +22,7 @@ def prefill(path, device, tokens, vram, from_disk, repeats, record):
 
     Every expert that the prompt needs crosses the bus once, so one floor is their bytes over the bandwidth of a plain
     copy; the other is the time of torch's own BF16 products of the same shapes. Both are measured in the same run.
-    Timed with all experts in RAM, then with all of them on disk, whose direct reads are a floor as well.
+    Timed with all experts in RAM, then with all of them on disk, beside direct reads of the same blocks in order.
 
     \b
     Examples:

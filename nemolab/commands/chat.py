@@ -54,7 +54,7 @@ def chat(
       nemolab chat
       nemolab chat --prompt "What is the difference between TCP and UDP?" --max-tokens 200
       nemolab chat /models/nemotron-super --ram-cache 14GiB --think --json --prompt "Why is the sky blue?"
-      nemolab chat /models/nemotron-super --device cuda --vram 8GiB --ram-cache 16GiB --prefetch 4
+      nemolab chat /models/nemotron-3.5-super --device cuda --vram 8GiB --ram-cache 16GiB --prefetch 4
     """
     if prompt is None and settings().as_json:
         raise UsageError("chat --json answers one question: add --prompt TEXT")

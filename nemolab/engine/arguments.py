@@ -12,6 +12,7 @@ import torch
 from nemolab.checkpoint import Checkpoint
 from nemolab.checkpoint.config import ModelConfig
 from nemolab.engine.passes import show
+from nemolab.engine.transfers import TRANSFERS
 from nemolab.engine.trials import Trials
 from nemolab.errors import EngineError
 from nemolab.store import Store, check_source, ensure_store, files
@@ -72,10 +73,11 @@ def check_prefetch(prefetch: int, config: ModelConfig) -> int:
     return prefetch
 
 
-def open_card(
-    store: Store, device: str | torch.device, transfer: str | None, vram_gib: float | None, trials: Trials
-) -> CardSide | None:
-    """What runs the model on a card; None for the CPU. Raises EngineError for what a device does not have."""
+def check_place(device: str | torch.device, transfer: str | None, vram_gib: float | None, trials: Trials) -> str:
+    """The device by its name, once all that can be told without a store is known to be right: that may take minutes.
+
+    Raises EngineError for an unknown device or transfer, without such a card, and for what a device does not have.
+    """
     device = str(device) if isinstance(device, torch.device) else device
     for name, value, needed in (("device", device, "'cpu', 'cuda' or 'cuda:1'"), ("transfer", transfer, "'pull'")):
         if not isinstance(value, str) and not (name == "transfer" and value is None):
@@ -83,11 +85,25 @@ def open_card(
     if not isinstance(trials, Trials):
         raise EngineError(f"trials is {trials!r}; nemolab.engine.Trials(...) is needed")
     if device != "cpu":
-        from nemolab.engine.gpu.side import CardSide
+        from nemolab.engine.gpu.device import check_device
 
-        return CardSide(store, device, transfer, vram_gib, trials)
-    trials.check(device, transfer, store.config.reachable_experts)
+        if transfer is not None and transfer not in TRANSFERS:
+            raise EngineError(f"transfer is {transfer!r}; known are {', '.join(TRANSFERS)}")
+        check_device(device)
+        return device
     for name, value in (("transfer", transfer), ("vram_gib", vram_gib)):
         if value is not None:
             raise EngineError(f"{name} is {value!r}, but the device is 'cpu'; it is for device='cuda'")
-    return None
+    return device
+
+
+def open_card(
+    store: Store, device: str, transfer: str | None, vram_gib: float | None, trials: Trials
+) -> CardSide | None:
+    """What runs the model on a card; None for the CPU. Raises EngineError for settings that do not fit the store."""
+    if device == "cpu":
+        trials.check(device, transfer, store.config.reachable_experts)
+        return None
+    from nemolab.engine.gpu.side import CardSide
+
+    return CardSide(store, device, transfer, vram_gib, trials)

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from nemolab.engine import memory
-from nemolab.engine.arguments import check_prefetch, check_threads, find_store, open_card, torch_threads
+from nemolab.engine.arguments import check_place, check_prefetch, check_threads, find_store, open_card, torch_threads
 from nemolab.engine.chat import Tokenizer, opens_thinking
 from nemolab.engine.model import Model
 from nemolab.engine.passes import check_id, check_ids, check_length, check_state
@@ -109,10 +109,11 @@ class Engine:
     ):
         self._model = self._cache = self._team = self._card = None
         self._recorder = self._told = None  # who records, and who the model was told of
+        self.threads = check_threads(threads)
+        device = check_place(device, transfer, vram_gib, trials)
         self.store = find_store(path, store, layout)
         self.config = self.store.config
         self.tokenizer = Tokenizer(self.store.small_file, str(path or self.store.path))
-        self.threads = check_threads(threads)
         self.prefetch = check_prefetch(prefetch, self.config)
         self._clocks, self._turns = Clocks(), Turns()
         try:
@@ -358,6 +359,7 @@ class Engine:
         """Bytes: this process's memory now and at its peak; the cache's budget and what it was decided on.
 
         `blocks_now` is less than the `blocks` of the budget once the memory for them was found taken by others.
+        On a card also `card`: what was allowed, planned, found and at the peak of its memory, part by part.
         """
         cache, card = self._parts()
         rss_bytes, peak_rss_bytes = read_rss_bytes()

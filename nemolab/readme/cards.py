@@ -85,13 +85,19 @@ def decode_table() -> str:
         "strategy",
         "cached, %:",
         "hits, %:",
-        "reads:",
+        "reads a token:",
         "MB over the bus:",
         "ms a token:",
         "bus, ms:",
         "disk, ms:",
     ]
-    more = ["dense, ms:", "measured / longest:", "measured / (bus + dense):", "CPU of its thread, ms:", "samples:"]
+    more = [
+        "dense, ms:",
+        "measured / longest of these:",
+        "measured / (bus + dense):",
+        "CPU time of the engine's thread, ms:",
+        "samples:",
+    ]
     said = taken[0]["settings"]
     how = (
         f"{how_taken(taken)}. {_layers(said)}; routing {said['routing']}; {said['prefetch']} guesses read ahead;"
@@ -135,10 +141,11 @@ def prefill_table() -> str:
         disk = f"{said['disk_read_ms']:,.0f}" if "disk_read_ms" in said else ""
         floors = [f"{said['copy_ms']:,.0f}", f"{said['torch_ms']:,.0f}", disk]
         cells = [where, f"{said['tokens']:,}", f"{said['needed']:,}", f"{said['crossed']:,.0f}", spread(row), *floors]
-        rows.append([*cells, f"{row['median'] / said['floor_ms']:.2f}", len(row["values"])])
+        bound_ms = max(said["copy_ms"], said["torch_ms"])
+        rows.append([*cells, "" if disk else f"{row['median'] / bound_ms:.2f}", len(row["values"])])
         taken.append(row)
     headers = ["experts in", "tokens:", "experts needed:", "that crossed the bus:", "ms:", "crossing, ms:"]
-    more = ["torch BF16, ms:", "disk, ms:", "measured / longest:", "samples:"]
+    more = ["torch BF16, ms:", "disk in order, ms:", "measured / longer of the first two:", "samples:"]
     said = taken[0]["settings"]
     how = f"{how_taken(taken)}. {_layers(said)}; copied at {said['copy_gb_s']:.1f} GB/s. Median (least to most)."
     how += " The disk's time is that of the same blocks read in order between the passes: a comparison, no bound."
@@ -172,8 +179,8 @@ def card_correctness_table() -> str:
         + [f"{value['greedy_match']:.0f}/{settings['greedy_of']}"]
         for text, value, settings in texts
     ]
-    headers = ["text", "tokens scored:", "mean KL, prompt:", "mean KL, decode:", "prompt, from the CPU's engine:"]
-    table = markdown_table([*headers, "decode, from the CPU's engine:", "greedy:"], rows)
+    headers = ["text", "tokens scored:", "mean KL, prompt:", "mean KL, decode:", "KL from the CPU's engine, prompt:"]
+    table = markdown_table([*headers, "KL from the CPU's engine, decode:", "greedy tokens equal:"], rows)
     controls, broken = broken_models("cuda")
     repeats = latest("compare.distinct_repeats", model="tiny", device="cuda")
     runs, distinct = repeats["settings"]["runs"], repeats["median"]

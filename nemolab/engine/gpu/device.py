@@ -237,12 +237,19 @@ class _NothingToLock:
 
 def open_device(name: str) -> Card | StandIn:
     """`cuda`, `cuda:1`, ... or `twin`. Raises EngineError for another name and where there is no such card."""
+    index = check_device(name)
+    return StandIn() if index is None else Card(index)
+
+
+def check_device(name: str) -> int | None:
+    """Which card a device is, as torch counts; None for `twin`. Raises as `open_device`, and opens nothing."""
     if name == TWIN:
-        return StandIn()
+        return None
     index = card_index(name)
     if index is None:
         raise EngineError(f"device {reprlib.repr(name)}: this engine runs on 'cpu', 'cuda' or 'cuda:1' and so on")
-    return Card(index)
+    _check_card(index)
+    return index
 
 
 def card_index(name: str) -> int | None:

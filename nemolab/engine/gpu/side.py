@@ -12,7 +12,7 @@ from nemolab.engine.gpu.kept import kept_bytes
 from nemolab.engine.gpu.model import CardModel
 from nemolab.engine.gpu.plan import CONTEXT_BYTES, CardPlan, host_dense_bytes, least_bytes, plan_card
 from nemolab.engine.passes import show
-from nemolab.engine.transfers import DEFAULT, TRANSFERS
+from nemolab.engine.transfers import DEFAULT
 from nemolab.engine.trials import Trials
 from nemolab.errors import EngineError
 from nemolab.progress import say
@@ -30,13 +30,11 @@ class CardSide:
     .pass_tokens       longest stretch of a prompt that goes through the layers at once
     .host_bytes        it takes of RAM beside the cache: dense weights that stay there, and a page-locked ring for the
                        experts of a layer, should the driver not lock the cache itself
-    Raises EngineError without a card, for unknown settings, and where the plan does not fit `vram_gib`.
+    Raises EngineError without a card, for trials that cannot be, and where the plan does not fit `vram_gib`.
     """
 
     def __init__(self, store: Store, device: str, transfer: str | None, vram_gib: float | None, trials: Trials):
         self.transfer = DEFAULT if transfer is None else transfer
-        if self.transfer not in TRANSFERS:
-            raise EngineError(f"transfer is {transfer!r}; known are {', '.join(TRANSFERS)}")
         trials.check(device, self.transfer, store.config.reachable_experts)
         ring, self._trials = min(RING, store.n_experts), trials
         budget_bytes = _budget_bytes(vram_gib, lambda: least_bytes(store, ring, self.transfer))
