@@ -1,6 +1,20 @@
 """A stand-in for CUDA graphs: it does not run what it records, and notices when a graph would touch what has moved."""
 
+import torch
+from synthetic import one_thread
+from test_gpu_engine import IDS, SMALL, both_paths, open_engine
+
 from nemolab.engine.gpu.decoder import _tensors
+
+SIZES = SMALL | {"pattern": "ME*EM"}  # stretches with and without attention; the last has a layer, too
+
+
+@one_thread
+def run_without_graphs(path):
+    """Logits of a prompt and of steps, everything cached, nothing read ahead, no graph."""
+    with open_engine(path) as engine:
+        engine._model._parts.stretches.wanted = False
+        return torch.cat(both_paths(engine, IDS))
 
 
 class Graphs:

@@ -7,7 +7,7 @@ import types
 
 import numpy as np
 import pytest
-from blocks import BLOCK, EXPERTS, LAYERS, TOP_K, interrupt_after, random_blocks, rows_of, write_store
+from blocks import BLOCK, EXPERTS, LAYERS, TOP_K, interrupt_after, rows_of
 
 from nemolab.errors import StoreError
 from nemolab.policy import Cache
@@ -18,15 +18,7 @@ from nemolab.store.arena import Arena
 from nemolab.store.cache import ExpertCache
 from nemolab.store.counts import NOTHING, Counts
 
-
-@pytest.fixture(scope="module")
-def data():
-    return random_blocks()
-
-
-@pytest.fixture
-def store(tmp_path, data):
-    return write_store(tmp_path, data)
+pytest_plugins = ["block_fixtures"]
 
 
 def counting(cache, monkeypatch):

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from blocks import BLOCK, EXPERTS, LAYERS, ONLINE, TOP_K, Gate, interrupt_after, random_blocks, rows_of, write_store
+from blocks import BLOCK, EXPERTS, LAYERS, ONLINE, TOP_K, Gate, interrupt_after, rows_of, write_store
 from fuzz import fuzzing
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,15 +22,7 @@ from nemolab.store import reader as reader_module
 from nemolab.store import task as task_module
 from nemolab.store.cache import ExpertCache
 
-
-@pytest.fixture(scope="module")
-def data():
-    return random_blocks()
-
-
-@pytest.fixture
-def store(tmp_path, data):
-    return write_store(tmp_path, data)
+pytest_plugins = ["block_fixtures"]
 
 
 class Table:

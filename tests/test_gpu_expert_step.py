@@ -10,7 +10,7 @@ from triton_interpreter import on_both
 from nemolab.checkpoint import formats
 from nemolab.checkpoint.formats import E2M1_VALUES
 from nemolab.errors import EngineError
-from nemolab.kernels.gpu.combine import combine, combine_torch
+from nemolab.kernels.gpu.combine import Combine, combine_torch
 from nemolab.kernels.gpu.decode import decode_e2m1, decode_e4m3
 from nemolab.kernels.gpu.expert_step import GROUPED, ROWS, WHOLE, ExpertStep, expert_step_torch
 from nemolab.kernels.gpu.stream import stream, stream_torch
@@ -78,8 +78,11 @@ class Case:
 
     def combined(self):
         out = torch.full_like(self.x, float("nan"))
-        combine(self.step.partial, self.weights, self.ids, self.scales_2, out)
+        self.combine(self.ids, out)
         return out.cpu()
+
+    def combine(self, ids, out):
+        Combine(*self.step.partial.shape).bind(self.step.partial, self.weights, ids, self.scales_2, out)()
 
 
 def natural(partial):
@@ -156,7 +159,7 @@ def test_amounts_and_slots_agree_to_the_bit(device):
     at = (slots.data_ptr() + torch.arange(case.count) * slots.shape[1]).to(device)
     case.poison()
     up, down = (at, case.step.all_ranks), (case.table, case.ids)
-    case.step.launch(up, down, case.ids, case.scales_2, case.x, amount=GROUPED)
+    case.step.bind(up, down, case.ids, case.scales_2, case.x).launch(amount=GROUPED)
     assert torch.equal(case.step.partial.cpu(), partial)
 
 
@@ -185,7 +188,7 @@ def test_missing_experts_are_left_out_and_added(device):
     assert torch.equal(partial[0], whole[0])
     at = (case.blocks.data_ptr() + torch.arange(case.count) * case.form.block_bytes).to(device)
     there = (at, case.step.all_ranks)
-    case.step.launch(there, there, case.ids, case.scales_2, case.x, ranks=missing)
+    case.step.bind(there, there, case.ids, case.scales_2, case.x, missing).launch()
     assert torch.equal(case.step.partial.cpu(), whole) and torch.equal(case.step.active.cpu(), bits)
     assert torch.equal(case.combined(), expected)
 
@@ -247,7 +250,7 @@ def test_launcher_refuses_what_does_not_fit(device):
     with pytest.raises(EngineError, match="ranks 1 to 3 of 2"):
         case.launch(first=1, count=2)
     with pytest.raises(EngineError, match="combine"):
-        combine(case.step.partial, case.weights, case.ids.long(), case.scales_2, case.x)
+        case.combine(case.ids.long(), case.x)
 
 
 @on_both

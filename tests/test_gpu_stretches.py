@@ -9,16 +9,14 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from gpu_graphs import Graphs
+from gpu_graphs import SIZES, Graphs, run_without_graphs
 from synthetic import one_thread, write_checkpoint
-from test_gpu_engine import IDS, SMALL, TRANSFERS, both_paths, open_engine, step_through
+from test_gpu_engine import IDS, TRANSFERS, both_paths, open_engine, step_through
 
 from nemolab.engine.gpu import allocator, stretches
 from nemolab.engine.gpu.device import StandIn
 from nemolab.engine.gpu.stretches import CardGraphs, Stretches
 from nemolab.simulate import check_live
-
-SIZES = SMALL | {"pattern": "ME*EM"}  # stretches with and without attention; the last has a layer, too
 
 
 @pytest.fixture(scope="module")
@@ -28,15 +26,7 @@ def path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def wanted(path):
-    """Logits of a prompt and of steps, everything cached, nothing read ahead, no graph."""
-
-    @one_thread
-    def run():
-        with open_engine(path) as engine:
-            engine._model._parts.stretches.wanted = False
-            return torch.cat(both_paths(engine, IDS))
-
-    return run()
+    return run_without_graphs(path)
 
 
 @pytest.fixture

@@ -106,6 +106,14 @@ class InterruptedLocker(FakeLocker):
         return problem
 
 
+def interrupted_unlocking(when):
+    """Four locked rows whose first unlocking is interrupted: (locker, lock)."""
+    locker = InterruptedLocker("unlock", when)
+    lock = PageLock(0, 4 * ROW, ROW, locker, chunk_bytes=ROW)
+    lock.grow(4 * ROW)
+    return locker, lock
+
+
 @pytest.mark.parametrize("when", ["before", "behind"])
 @pytest.mark.parametrize("then", ["grow", "shrink", "close"])
 def test_a_chunk_locked_as_an_interrupt_comes_is_not_lost(when, then):
@@ -125,9 +133,7 @@ def test_a_chunk_locked_as_an_interrupt_comes_is_not_lost(when, then):
 
 @pytest.mark.parametrize("when", ["before", "behind"])
 def test_an_interrupt_while_it_shrinks_promises_no_memory_that_is_unlocked(when):
-    locker = InterruptedLocker("unlock", when)
-    lock = PageLock(0, 4 * ROW, ROW, locker, chunk_bytes=ROW)
-    lock.grow(4 * ROW)
+    locker, lock = interrupted_unlocking(when)
     with pytest.raises(KeyboardInterrupt):
         lock.shrink()
     assert lock.locked_bytes == 3 * ROW
@@ -153,9 +159,7 @@ def test_a_piece_that_breaks_its_unlocking_keeps_none_of_the_others_locked():
 
 @pytest.mark.parametrize("when", ["before", "behind"])
 def test_an_interrupt_while_it_closes_leaves_nothing_locked(when):
-    locker = InterruptedLocker("unlock", when)
-    lock = PageLock(0, 4 * ROW, ROW, locker, chunk_bytes=ROW)
-    lock.grow(4 * ROW)
+    locker, lock = interrupted_unlocking(when)
     with pytest.raises(KeyboardInterrupt):
         lock.close()
     assert locker.locked == {} and lock.locked_bytes == 0

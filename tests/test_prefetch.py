@@ -17,7 +17,6 @@ from blocks import (
     free_rows,
     interrupt_after,
     poison,
-    random_blocks,
     rows_of,
     write_store,
 )
@@ -35,15 +34,7 @@ from nemolab.store import read_ahead as read_ahead_module
 from nemolab.store.cache import ExpertCache
 from nemolab.store.read_ahead import ReadAhead
 
-
-@pytest.fixture(scope="module")
-def data():
-    return random_blocks()
-
-
-@pytest.fixture
-def store(tmp_path, data):
-    return write_store(tmp_path, data)
+pytest_plugins = ["block_fixtures"]
 
 
 def in_thread(function):

@@ -4,22 +4,14 @@ import types
 
 import numpy as np
 import pytest
-from blocks import BLOCK, EXPERTS, LAYERS, random_blocks, rows_of, write_store
+from blocks import BLOCK, EXPERTS, LAYERS, rows_of
 from test_prefetch import check_books
 
 from nemolab.errors import StoreError
 from nemolab.store import growth
 from nemolab.store.cache import ExpertCache
 
-
-@pytest.fixture(scope="module")
-def data():
-    return random_blocks()
-
-
-@pytest.fixture
-def store(tmp_path, data):
-    return write_store(tmp_path, data)
+pytest_plugins = ["block_fixtures"]
 
 
 def tell_room(monkeypatch, *rooms):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from blocks import BLOCK, EXPERTS, LAYERS, TOP_K, Gate, interrupt_after, poison, random_blocks, rows_of, write_store
+from blocks import BLOCK, EXPERTS, LAYERS, TOP_K, Gate, interrupt_after, poison, rows_of
 from live import COUNTS, count_batches
 from stores import quiet
 from synthetic import one_thread, write_checkpoint
@@ -21,15 +21,7 @@ from nemolab.store import cache as cache_module
 from nemolab.store import read_ahead as read_ahead_module
 from nemolab.store.cache import ExpertCache
 
-
-@pytest.fixture(scope="module")
-def data():
-    return random_blocks()
-
-
-@pytest.fixture
-def store(tmp_path, data):
-    return write_store(tmp_path, data)
+pytest_plugins = ["block_fixtures"]
 
 
 def stream_all(cache, data, layer, experts, lookups=None):

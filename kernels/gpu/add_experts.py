@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from nemolab.errors import EngineError
+from nemolab.kernels.gpu.launch import check_tensor
 
 _BLOCK = 1024  # columns a program
 
@@ -64,13 +65,8 @@ def add_experts(
         "shares": (shares, torch.float32, (places.numel(),)),
         "out": (out, torch.float32, (tokens, width)),
     }
-    for name, (tensor, dtype, shape) in wanted.items():
-        fits = tensor.dtype == dtype and tensor.is_contiguous() and tensor.device == out.device
-        if tuple(tensor.shape) != shape or not fits:
-            raise EngineError(
-                f"adding experts: {name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}; contiguous "
-                f"{dtype} {list(shape)} on {out.device} is needed"
-            )
+    for name, expected in wanted.items():
+        check_tensor("adding experts:", name, *expected, out.device)
     if not 0 <= begin <= end <= places.numel() or end - begin > results.shape[0]:
         raise EngineError(f"adding experts: places {begin} to {end} of {places.numel()}, {results.shape[0]} results")
     if begin == end:

@@ -11,7 +11,6 @@ For each part and output the ranks are added in order, then the parts as a fixed
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 
 import torch
 import triton
@@ -107,15 +106,3 @@ class Combine:
                 self._kernel(self._grid, tensors)
 
         return launch
-
-
-@cache
-def _for_shape(ranks: int, parts: int, width: int) -> Combine:
-    return Combine(ranks, parts, width)
-
-
-def combine(
-    partial: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, scales_2: torch.Tensor, out: torch.Tensor
-) -> None:
-    """`Combine.bind` and the launch in one, for buffers used once."""
-    _for_shape(*partial.shape).bind(partial, weights, ids, scales_2, out)()

@@ -28,6 +28,7 @@ from nemolab.checkpoint.formats import GROUP
 from nemolab.errors import EngineError
 from nemolab.kernels.expert_prompt import expert_prompt_torch
 from nemolab.kernels.gpu.codes import card_of, e2m1_of_byte, e4m3
+from nemolab.kernels.gpu.launch import check_tensor
 
 __all__ = ["expert_prompt", "expert_prompt_torch"]
 
@@ -165,13 +166,8 @@ def expert_prompt(
         "h": (h, torch.bfloat16, (h.shape[0], inter)),
         "results": (results, torch.float32, (results.shape[0], width)),
     }
-    for name, (tensor, dtype, shape) in wanted.items():
-        fits = tensor.dtype == dtype and tensor.is_contiguous() and tensor.device == x.device
-        if tuple(tensor.shape) != shape or not fits:
-            raise EngineError(
-                f"experts on a prompt: {name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}; contiguous "
-                f"{dtype} {list(shape)} on {x.device} is needed"
-            )
+    for name, expected in wanted.items():
+        check_tensor("experts on a prompt:", name, *expected, x.device)
     held, count = min(h.shape[0], results.shape[0]), end - begin
     if inter % GROUP or width % GROUP or not 0 <= most <= count <= held or not 0 <= begin <= end <= pairs.numel():
         raise EngineError(

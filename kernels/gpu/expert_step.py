@@ -1,7 +1,7 @@
 """Routed experts of one token on the card, each read where it lies: up, ReLU^2, down, in one launch.
 
 partial [K, P, X] = for each rank and each part of an expert's groups, its share of down(relu(up(x))^2), float32, before
-down's scale_2 and the rank's weight: `combine` makes the token's output of it. Output 8 w + p stands at p * X/8 + w.
+down's scale_2 and the rank's weight: `Combine` makes the token's output of it. Output 8 w + p stands at p * X/8 + w.
 
     x         float32 [X]
     blocks    layout `neuron`, X and I multiples of 16, 16-byte aligned; up and down may lie in different places: a
@@ -208,7 +208,7 @@ class ExpertStep:
     """The step for one shape, with its scratch memory on one device.
 
     inter, width  I and X; top_k ranks
-    .partial      float32 [top_k, P, X], what `combine` reads
+    .partial      float32 [top_k, P, X], what `Combine` reads
     .active       int32 [top_k, I/16]
     .all_ranks    int32 [top_k], 0 1 2 ...: an index for tables that are in rank order already
     Raises EngineError for sizes the kernel has no form for.
@@ -265,10 +265,6 @@ class ExpertStep:
             )
         tensors = [ranks, 0, *up, *down, ids, scales_2, x, self.partial, self.active, 0, self._nowhere.data_ptr()]
         return BoundStep(self._kernel, tensors, self.parts)
-
-    def launch(self, up, down, ids, scales_2, x, *, ranks=None, **amount_first_count_post) -> None:
-        """`bind` and `BoundStep.launch` in one, for buffers used once."""
-        self.bind(up, down, ids, scales_2, x, ranks).launch(**amount_first_count_post)
 
 
 class BoundStep:

@@ -14,6 +14,18 @@ import torch
 from nemolab.errors import EngineError
 
 
+def check_tensor(
+    whose: str, name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
+) -> None:
+    """Raises EngineError, by the tensor's name, unless it is contiguous, of this type and shape, and on this device."""
+    fits = tensor.dtype == dtype and tensor.is_contiguous() and tensor.device == device
+    if tuple(tensor.shape) != shape or not fits:
+        raise EngineError(
+            f"{whose} {name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}; contiguous {dtype} "
+            f"{list(shape)} on {device} is needed"
+        )
+
+
 class Prepared:
     """One kernel with its constants, compiled at the first call, launched by the driver from then on.
 

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from nemolab.errors import EngineError
+from nemolab.kernels.gpu.launch import check_tensor
 from nemolab.kernels.gpu.mamba_step import silu, softplus
 from nemolab.kernels.mamba_step import mamba_step_torch
 
@@ -183,9 +184,4 @@ class MambaPrompt:
         )
 
     def _check(self, name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        fits = tensor.dtype == dtype and tensor.is_contiguous() and tensor.device == self._norm.device
-        if tuple(tensor.shape) != shape or not fits:
-            raise EngineError(
-                f"a Mamba mixer's {name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}; contiguous "
-                f"{dtype} {list(shape)} on {self._norm.device} is needed"
-            )
+        check_tensor("a Mamba mixer's", name, tensor, dtype, shape, self._norm.device)
