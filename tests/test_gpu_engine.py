@@ -207,22 +207,6 @@ def test_a_budget_too_small_is_refused_with_numbers(small_path):
         open_engine(small_path, vram_gib=0.5)
 
 
-@one_thread
-def test_memory_used_up_in_a_pass_is_an_error_of_ours(small_path, monkeypatch):
-    from nemolab.engine.gpu import twins
-
-    def fail(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity")
-
-    with open_engine(small_path) as engine:
-        state = engine.new_state()
-        monkeypatch.setattr(twins, "linear_prompt", fail)
-        with pytest.raises(EngineError, match=r"for a pass of 40 tokens behind 0: .*Tried to allocate 2\.00 GiB$"):
-            engine.prefill(IDS, state)
-        with pytest.raises(EngineError, match="half-way"):
-            engine.step(IDS[0], state)
-
-
 def test_a_limit_is_lifted_also_where_opening_fails(small_path, monkeypatch):
     from nemolab.engine.gpu.device import StandIn
 

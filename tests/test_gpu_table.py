@@ -1,0 +1,66 @@
+"""The table on a card of where each expert lies: it changes in the stream's order, and is told what the cache did."""
+
+import numpy as np
+import pytest
+from moe_worlds import EXPERTS, LAYERS
+
+from nemolab.engine.gpu.table import ExpertTable, TableKeeper
+
+pytest_plugins = ["card_fixtures"]
+
+
+def test_the_table_changes_in_the_order_of_the_stream(world):
+    random = np.random.default_rng(1)
+    for _ in range(150):  # more than the ring of changes holds
+        blocks = random.permutation(LAYERS * EXPERTS)[: random.integers(1, 9)]
+        world.table.update(blocks, random.integers(0, 2**40, len(blocks)))
+    assert np.array_equal(world.table.device.cpu().numpy(), world.table.host)
+    large = ExpertTable(2, 500, world.device, world.operators)
+    large.update(np.arange(1000), np.arange(1000) + 7)
+    assert np.array_equal(large.device.cpu().numpy().ravel(), np.arange(1000) + 7)
+    large.clear()
+    assert not large.device.any() and not large.host.any()
+    large.close()
+
+
+class SomeRowsSeen:
+    """A CacheMemory of rows of 10 bytes, of which the card does not see those from 5 on."""
+
+    def address_of(self, row):
+        return 1000 + 10 * row
+
+    def is_seen(self, row):
+        return row < 5
+
+
+def test_the_table_is_told_what_the_cache_was_told_last(world):
+    keeper = TableKeeper(world.table, SomeRowsSeen())
+    before = world.table.host.copy()
+    keeper.came([0, 17, 20], [3, 4, 5])
+    keeper.left([1, 17, 40])
+    keeper.came([1], [2])
+    assert np.array_equal(world.table.host, before), "gathered until it is flushed"
+    keeper.flush()
+    before.reshape(-1)[[0, 1, 17, 40]] = [1030, 1020, 0, 0]  # 20 lies where the card does not see it
+    assert np.array_equal(world.table.host, before) and np.array_equal(world.table.device.cpu().numpy(), before)
+    keeper.left([0])
+    keeper.start_over()
+    keeper.flush()
+    assert not world.table.host.any() and not world.table.device.any() and keeper.behind
+
+
+def test_changes_whose_launch_was_interrupted_are_told_again(world, monkeypatch):
+    keeper = TableKeeper(world.table, SomeRowsSeen())
+    launch = world.table._write.launch
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(world.table._write, "launch", interrupt)
+    keeper.came([3], [1])
+    with pytest.raises(KeyboardInterrupt):
+        keeper.flush()
+    monkeypatch.setattr(world.table._write, "launch", launch)
+    keeper.left([5])
+    keeper.flush()
+    assert world.table.device.cpu()[0, [3, 5]].tolist() == [1010, 0]
