@@ -84,7 +84,7 @@ class Model:
         """One token -> logits [vocab] float32, by the step kernels; the state moves on by it."""
         if self._recorder:
             self._recorder.begin_step(DECODE, state, (token_id,))
-        x = self.embeddings.take(torch.tensor([token_id]))[0].numpy()
+        x = self.embeddings.row(token_id).numpy()
         for layer, layer_state in zip(self.layers, state.layers, strict=True):
             layer.step(self.team, x, layer_state)
         state.tokens += 1

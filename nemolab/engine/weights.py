@@ -66,6 +66,14 @@ class Matrix:
         )
         return picked.float() * self.scale if self.format == "fp8" else picked.float()
 
+    def row(self, number: int) -> torch.Tensor:
+        """One row in float32, [columns], of its own: a token's embedding.
+
+        No matter of `take`: for a tensor of row numbers torch wakes all its threads as soon as rows have 3,000 columns,
+        and they then spin for milliseconds, at every token.
+        """
+        return self.decoded(number, number + 1)[0].clone()
+
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, columns] float32 -> [tokens, rows] float32, for prompts."""
         step = max(1, PIECE_BYTES // (4 * self.columns))

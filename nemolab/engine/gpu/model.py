@@ -189,7 +189,7 @@ class CardModel:
         self.device.use()
         if self._recorder:
             self._recorder.begin_step(DECODE, state, (token_id,))
-        embedding = self.embeddings.take(torch.tensor([token_id]))[0]
+        embedding = self.embeddings.row(token_id)
         logits = self._guard.run(1, f"a token behind {state.tokens}", lambda: self._decoder.run(embedding, state))
         state.tokens += 1
         if self._recorder:
