@@ -15,7 +15,6 @@ import numpy as np
 from nemolab.engine.gpu.moe_step import Fetch, MoeStep, slots_bytes, spread
 from nemolab.engine.gpu.pinned import PinnedArray
 from nemolab.engine.trials import Trials
-from nemolab.kernels.gpu.expert_step import GROUPED, ROWS
 
 _HELD, _COPIED, _MISSING = range(3)  # in this order experts are computed: what is there, what crosses the bus, the disk
 
@@ -81,25 +80,14 @@ class KeepingStep(MoeStep):
         self.held, self.copied = self.held + held, self.copied + copied + late
         self._ups.array[bank] = self._slot_at[slots]
         self._device.copy(self._slots_there[bank].data_ptr(), self._ups.address + 8 * top_k * bank, 8 * top_k)
-        bound, batch = self._bind(layer, 2 + self._tell_places(addresses, order)), self._batches[bank]
         self._to[bank], self._sources[:] = self._ups.array[bank, order], addresses[order]
-        amount, main, first = GROUPED if self.strategy == "grouped" else ROWS, self._device.main_stream(), 0
         if self._early_blocks:
-            main.wait_event(self._early_done)
+            self._device.main_stream().wait_event(self._early_done)
         self._early_blocks, self._settling = set(), self._early_blocks
-        waves = [held, *spread(tuple(self.waves), copied), late]
-        for number, count in enumerate(waves):
-            if not count:
-                continue
-            if number == len(waves) - 1:
-                wait()
-            if number:
-                batch.run(first, count)
-                self._copied[number - 1].record(self._copies)
-                main.wait_event(self._copied[number - 1])
-            bound.launch(amount=amount, first=first, count=count)
-            first += count
-        self._done[bank].record(main)
+        waves = [*spread(tuple(self.waves), copied), *([late] if late else [])]
+        self._run_waves(
+            waves, lambda: self._bind(layer, 2 + self._tell_places(addresses, order)), wait if late else None, held
+        )
         self._sum(layer)
         return late
 

@@ -197,30 +197,46 @@ class MoeStep:
 
     def _copy_and_compute(self, layer: int, fetch: Fetch) -> int:
         addresses, missing, wait = fetch
-        bank, waves, order = self._turn, self.waves, self._rank_order
-        batch, bound, late = self._batches[bank], None, missing
+        bank, waves, order, late = self._turn, self.waves, self._rank_order, missing
         if missing:
             # What is there crosses the bus while the disk is read: those ranks come first, in waves of their own.
             order = np.argsort(np.isin(order, missing), kind="stable")
             self._to[bank] = self._slots[bank, order]
             waves = [*spread(tuple(self.waves), self.top_k - len(missing)), len(missing)]
+
+        def bind():
+            nonlocal late
+            if self.strategy != "whole":
+                late = self._not_in(self.table.host[layer], layer, missing)
+            return self._bind(layer, 2 + self._tell_places(addresses, order) if late else bank)
+
         self._sources[:] = addresses[order]
-        amount, main, first = GROUPED if self.strategy == "grouped" else ROWS, self._device.main_stream(), 0
+        self._run_waves(waves, bind, wait if missing else None)
+        self._sum(layer)
+        return len(late)
+
+    def _run_waves(self, waves: Sequence[int], bind: Callable, wait: Callable | None, held: int = 0) -> None:
+        """Queue copies and kernels of a layer's experts, wave by wave, each kernel behind the copies of its wave.
+
+        waves  experts of each; held  come before them: of these nothing is copied
+        bind   the kernel to launch, asked once the first copies are queued: until then the bus is idle
+        wait   comes before the last wave, whose blocks are being read, or None
+        """
+        amount, main = GROUPED if self.strategy == "grouped" else ROWS, self._device.main_stream()
+        bound, first = None, held
+        if held:
+            bound = bind()
+            bound.launch(amount=amount, first=0, count=held)
         for number, count in enumerate(waves):
-            if missing and number == len(waves) - 1:
+            if wait and number == len(waves) - 1:
                 wait()
-            batch.run(first, count)
-            if bound is None:  # not before the first copies: until then the bus is idle
-                if self.strategy != "whole":
-                    late = self._not_in(self.table.host[layer], layer, missing)
-                bound = self._bind(layer, 2 + self._tell_places(addresses, order) if late else bank)
+            self._batches[self._turn].run(first, count)
+            bound = bound or bind()
             self._copied[number].record(self._copies)
             main.wait_event(self._copied[number])
             bound.launch(amount=amount, first=first, count=count)
             first += count
-        self._done[bank].record(main)
-        self._sum(layer)
-        return len(late)
+        self._done[self._turn].record(main)
 
     def _not_in(self, table: np.ndarray, layer: int, missing: Sequence[int]) -> list[int]:
         """Ranks of a layer's choice that a row of the table does not name, and those that are missing."""
