@@ -1,6 +1,7 @@
 """The `nemolab` command: verbs for scripts and for long jobs. Each verb lives in `nemolab/commands/`.
 
-Exit codes: 0 done, 1 a failed check or bad input, 2 bad usage, 130 interrupted. One line on stderr says why.
+Exit codes: 0 done; 1 bad input, a failed check, or a machine that lacks what was asked for (a card, memory); 2 bad
+usage: words that are off on any machine; 130 interrupted. One line on stderr says why.
 """
 
 import os

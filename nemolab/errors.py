@@ -2,7 +2,7 @@
 
 
 class NemolabError(Exception):
-    """Bad input or a failed check: one clear line on stderr, exit code 1."""
+    """Bad input, a failed check, a machine that lacks what was asked for: one clear line on stderr, exit code 1."""
 
 
 class CheckpointError(NemolabError):
@@ -22,4 +22,4 @@ class TraceError(NemolabError):
 
 
 class UsageError(NemolabError):
-    """The words of a call are off: exit code 2."""
+    """The words of a call are off, on whatever machine: exit code 2."""

@@ -12,7 +12,7 @@ from synthetic import write_checkpoint
 
 from nemolab.engine import Engine
 from nemolab.engine.transfers import DEFAULT, TRANSFERS
-from nemolab.errors import UsageError
+from nemolab.errors import EngineError, NemolabError, TraceError, UsageError
 from nemolab.measure import bench_card_decode, disk_floor, forced_routing, gpu_floors, record
 from nemolab.measure import bench_card_memory as memory_bench
 from nemolab.measure.bench_card_decode import bench_card_decode as run_decode
@@ -138,7 +138,7 @@ def test_strategies_with_other_logits_are_refused(store, monkeypatch):
         run.bits += run.name
 
     monkeypatch.setattr(bench_card_decode._Run, "warm_up", differ)
-    with pytest.raises(UsageError, match="pull, whole: not all give the same logits"):
+    with pytest.raises(NemolabError, match="pull, whole: not all give the same logits"):
         decode(store, transfers=("pull", "whole"), own=True)
 
 
@@ -173,7 +173,7 @@ def test_a_trace_is_followed_with_its_guesses_a_layer_early(store, tmp_path):
     told = forced_routing.recorded_routing(tmp_path / "guessed.trace", store, 1)
     assert np.array_equal(told.guesses[:, :-1, 0], trace.experts[:, 1:, 1]) and "drawn" not in told.name
     write_trace(tmp_path / "other.trace", iid_trace(6, LAYERS + 1, EXPERTS, TOP_K))
-    with pytest.raises(UsageError, match="4 MoE layers, top 2 of 8 experts; this model has 3 layers"):
+    with pytest.raises(TraceError, match="4 MoE layers, top 2 of 8 experts; this model has 3 layers"):
         forced_routing.recorded_routing(tmp_path / "other.trace", store, 1)
 
 
@@ -315,7 +315,7 @@ class FailingMeter(FakeMeter):
 
 
 def test_a_driver_that_ceases_to_tell_is_no_peak(store):
-    with pytest.raises(UsageError, match=r"does not tell any more what is in use \(nvml.* status 15\)"):
+    with pytest.raises(EngineError, match=r"does not tell any more what is in use \(nvml.* status 15\)"):
         bench_card_memory(store.path, device="twin", vram_gib=1, prompt_tokens=5, tokens=2, meter=FailingMeter())
     with pytest.raises(ValueError, match="of the work itself"), Watch(FailingMeter()).phase("prompt"):
         raise ValueError("of the work itself")

@@ -3,7 +3,7 @@
 import pytest
 
 from nemolab.engine.gpu.device import open_device
-from nemolab.errors import UsageError
+from nemolab.errors import EngineError, UsageError
 from nemolab.measure import gpu_floors
 from nemolab.measure.gpu_floors import CardBus, open_bus, own_read_gb_s
 
@@ -19,7 +19,7 @@ def test_a_bus_needs_a_card_and_enough_memory(monkeypatch):
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UsageError, match="needs a CUDA card"):
+    with pytest.raises(EngineError, match="needs a CUDA card"):
         CardBus(None, 0, 2**30, 2**26)
     monkeypatch.setattr(gpu_floors, "need_card", lambda: torch.device("cpu"))
     with pytest.raises(UsageError, match="536,870,912 bytes of page-locked memory, not on 4,096"):

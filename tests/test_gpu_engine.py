@@ -259,7 +259,7 @@ def test_a_device_of_torch_is_one_by_its_name(small_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
 def test_a_missing_card_is_said(small_path):
-    with pytest.raises(EngineError, match="device 'cuda:0': torch .*device='cpu' runs everywhere"):
+    with pytest.raises(EngineError, match="device 'cuda:0': torch .*device='cpu' needs none"):
         open_engine(small_path, "cuda")
 
 

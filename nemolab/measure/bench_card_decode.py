@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from nemolab.engine.transfers import DEFAULT, TRANSFERS
-from nemolab.errors import UsageError
+from nemolab.errors import NemolabError, UsageError
 from nemolab.measure.bench_replay import CACHED_SHARE
 from nemolab.measure.disk_floor import DiskFloor
 from nemolab.measure.forced_routing import Routing, every_expert_once, own_routing, recorded_routing, sticky_routing
@@ -62,13 +62,14 @@ def bench_card_decode(
     path       a checkpoint or a store; cached  the share of its experts that stay in RAM, of 0 to 1
     tokens     in a sample; repeats  samples; prefetch  guesses read ahead a layer
     threads    of the CPU, for what an engine on a card computes there
-    trials     fields of `nemolab.engine.Trials`: each is measured beside none, with each strategy; where a trial keeps
-               experts on the card, its floor is that of the bytes it did copy
+    trials     fields of `nemolab.engine.Trials`, and another `prefetch`: each is measured beside none, with each
+               strategy; where a trial keeps experts on the card, its floor is that of the bytes it did copy
     trace      a routing trace to follow; own: follow the model's own routers; neither: synthetic draws
     returns    for each case (<strategy>, <strategy>_<trial>): <case>_ms (median), <case>_floor_ms, <case>_of_floor,
                <case>_hit_rate, <case>_reads (a token) and more; copy_gb_s, in_place_gb_s, disk_gb_s, read_gb_s;
                same_bits (None with one case: nothing to compare), compared_tokens (whose logits were); rows
-    Raises UsageError for settings that cannot be, and when two strategies give different logits.
+    Raises UsageError for settings that cannot be, EngineError without such a card, NemolabError when two strategies
+    give different logits.
     """
     from nemolab.engine.arguments import find_store
     from nemolab.engine.gpu.device import open_device
@@ -76,15 +77,16 @@ def bench_card_decode(
     _check(transfers, cached, tokens, repeats, trace, own)
     store, card = find_store(path, None, "neuron"), open_device(device)
     slots = max(store.config.top_k, round(cached * store.n_layers * store.n_experts))
+    cases = [(transfer, _Case(trial, prefetch)) for trial in ({}, *trials) for transfer in transfers]
+    guesses = _check_cases(cases, device, store.config)
     length = LONGEST_WARM_UP + tokens * (repeats + 1) + COUNTED_TOKENS
     if own:
         routing = own_routing()
     elif trace is not None:
-        routing = recorded_routing(trace, store, prefetch)
+        routing = recorded_routing(trace, store, guesses)
     else:
-        routing = sticky_routing(length, store, prefetch)
+        routing = sticky_routing(length, store, guesses)
     settings = {
-        "prefetch": prefetch,
         "ram_cache_slots": slots,
         "vram_gib": vram_gib,
         "device": device,
@@ -93,14 +95,13 @@ def bench_card_decode(
     with open_bus(card) as bus, DiskFloor(store) as disk:
         shared = {"read": own_read_gb_s(card, repeats), "disk": []}
         card.release()  # what torch keeps of memory that a floor was measured on would stand in an engine's way
-        cases = [(transfer, trial) for trial in ({}, *trials) for transfer in transfers]
-        runs = [_Run(store, routing, tokens, transfer, dict(trial), settings) for transfer, trial in cases]
+        runs = [_Run(store, routing, tokens, transfer, case, settings) for transfer, case in cases]
         together = len(runs) > 1 and vram_gib is None and _fit_together(store, slots, len(runs))
         for group in [runs] if together else [[run] for run in runs]:
             shared["disk"] += _measure(group, repeats, bus, disk)
     bits = {run.bits for run in runs}
     if len(bits) > 1:
-        raise UsageError(f"{', '.join(run.name for run in runs)}: not all give the same logits")
+        raise NemolabError(f"{', '.join(run.name for run in runs)}: not all give the same logits")
     facts = {
         "model": Path(path).name,
         "device": card.name,
@@ -110,7 +111,6 @@ def bench_card_decode(
         "top_k": store.config.top_k,
         "cached": slots / (store.n_layers * store.n_experts),
         "slots": slots,
-        "prefetch": prefetch,
         "vram_gib": vram_gib,
         "routing": routing.name,
         "tokens": tokens,
@@ -127,18 +127,39 @@ def name_case(transfer: str, trial: Mapping[str, Any]) -> str:
 
     >>> name_case("rows", {"kept_gib": 0.5, "shared_first": True})
     'rows_kept_gib_0_5_shared_first'
+    >>> name_case("pull", {"prefetch": 0})
+    'pull_prefetch_0'
     """
     words = [name if value is True else f"{name}_{value}" for name, value in trial.items()]
     return re.sub(r"[^a-z0-9]", "_", "_".join([transfer, *words]))
 
 
+class _Case:
+    """What a trial asks of an engine.
+
+    .asked  as it was given; .fields  those of `Trials`, .trials  made of them; .prefetch  its own, or that of all
+    .guesses  that a layer makes for the next one
+    """
+
+    def __init__(self, asked: Mapping[str, Any], prefetch: int):
+        from nemolab.engine import Trials
+
+        self.asked = dict(asked)
+        self.fields = {name: value for name, value in asked.items() if name != "prefetch"}
+        self.trials, self.prefetch = Trials(**self.fields), asked.get("prefetch", prefetch)
+
+    @property
+    def guesses(self) -> int:
+        return max(self.prefetch, self.trials.speculate)
+
+
 class _Run:
     """One engine: its settings, its place in the trace, and what was found."""
 
-    def __init__(self, store, routing: Routing, tokens: int, transfer: str, trial: dict[str, Any], settings: dict):
-        self.store, self.routing, self.tokens, self.settings = store, routing, tokens, settings
-        self.transfer, self.trial = transfer, trial
-        self.name = name_case(transfer, trial)
+    def __init__(self, store, routing: Routing, tokens: int, transfer: str, case: _Case, settings: dict):
+        self.store, self.routing, self.tokens, self.settings = store, routing.with_guesses(case.guesses), tokens, settings
+        self.transfer, self.case = transfer, case
+        self.name = name_case(transfer, case.asked)
         self.samples: dict[str, list[float]] = {name: [] for name in (*_TIMES, "copy", "in_place")}
         self.bits, self.found, self._at = "", {}, 0
 
@@ -146,10 +167,7 @@ class _Run:
         from nemolab.engine import Engine
 
         parts = {"store": self.store, "transfer": self.transfer}
-        if self.trial:
-            from nemolab.engine import Trials
-
-            parts["trials"] = Trials(**self.trial)
+        parts |= {"prefetch": self.case.prefetch, "trials": self.case.trials}
         self.engine = stack.enter_context(Engine(None, **parts, **self.settings))
         random = np.random.default_rng(0)
         vocab = self.engine.config.vocab_size
@@ -162,7 +180,7 @@ class _Run:
         whole = self.settings["ram_cache_slots"] == self.store.n_layers * self.store.n_experts
         digest, rates, used, steady = hashlib.sha256(), [], 0, False
         if whole:
-            fill = every_expert_once(self.store, self.settings["prefetch"])
+            fill = every_expert_once(self.store, self.case.guesses)
             for token in range(len(fill.experts)):
                 fill.send(self.engine, token)
                 self._step()
@@ -207,7 +225,8 @@ class _Run:
         each = count_crossing(inter, width, neurons, groups)[self.transfer]
         self.found |= {
             "transfer": self.transfer,
-            "trials": self.trial,
+            "trials": self.case.fields,
+            "prefetch": self.case.prefetch,
             "hit_rate": _hit_rate(before, after),
             "misses": per_token["misses"],
             "reads": per_token["reads"],
@@ -295,7 +314,7 @@ def _answer(kind: str, runs: list[_Run], shared: dict[str, list[float]], facts: 
     ]
     for run in runs:
         # A trial against the same strategy without it; a strategy against the first.
-        other = name_case(run.transfer, {}) if run.trial else runs[0].name
+        other = name_case(run.transfer, {}) if run.case.asked else runs[0].name
         if run.name != other:
             answer[f"{other}_is_faster_than_{run.name}"] = answer[f"{run.name}_ms"] / answer[f"{other}_ms"]
     compared = facts["compared_tokens"]
@@ -315,6 +334,16 @@ def _fit_together(store, slots: int, engines: int) -> bool:
 
     of_each = (slots + 2 * RING) * store.block_bytes + host_dense_bytes(store)
     return engines * of_each <= read_memory().room_bytes
+
+
+def _check_cases(cases: list[tuple[str, _Case]], device: str, config) -> int:
+    """The most guesses that a case makes. Raises EngineError for what an engine would refuse, before any is opened."""
+    from nemolab.engine.arguments import check_prefetch
+
+    for transfer, case in cases:
+        check_prefetch(case.prefetch, config)
+        case.trials.check(device, transfer, config.reachable_experts)
+    return max(case.guesses for _, case in cases)
 
 
 def _check(transfers, cached, tokens, repeats, trace, own) -> None:

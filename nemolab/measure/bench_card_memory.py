@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nemolab.engine.transfers import DEFAULT
-from nemolab.errors import UsageError
+from nemolab.errors import EngineError, UsageError
 
 if TYPE_CHECKING:
     from nemolab.system.nvml import CardMeter
@@ -44,8 +44,8 @@ def bench_card_memory(
     returns   load_gib, prompt_gib, decode_gib, peak_gib; budget_gib and within_budget; planned_gib and found_gib (the
               peak by the engine's own account, None without one); prompt_s, decode_ms (a token); asked (how often);
               rows
-    Raises UsageError where the driver does not tell or ceases to, in a process that has used the card already (what it
-    holds would be taken for others'), and for settings that cannot be.
+    Raises EngineError without such a card, where the driver does not tell or ceases to; UsageError in a process that
+    has used the card already (what it holds would be taken for others') and for settings that cannot be.
     """
     from nemolab.engine import Engine
     from nemolab.engine.arguments import find_store
@@ -101,7 +101,8 @@ class Watch:
     """Asks how much is in use beyond what is in use when it is made.
 
     .most_bytes  by phase; .asked  how often
-    Raises UsageError where this process has used the card before, and at the end of a phase in which asking failed.
+    Raises UsageError where this process has used the card before, EngineError at the end of a phase in which asking
+    failed.
     """
 
     def __init__(self, meter):
@@ -127,7 +128,7 @@ class Watch:
             if thread.ident is not None:  # it was started
                 thread.join()
         if self._problem is not None:  # the most that was seen until then would be taken for the peak
-            raise UsageError(
+            raise EngineError(
                 f"{name}: the driver does not tell any more what is in use ({self._problem}), so that the peak is not "
                 "known; measure again"
             ) from self._problem
@@ -146,14 +147,18 @@ class Watch:
 
 
 def open_meter(device: str) -> CardMeter:
-    """Asks the driver about a card that this process need not have used. Raises UsageError."""
-    from nemolab.engine.gpu.device import card_index
+    """Asks the driver about a card that this process need not have used.
+
+    Raises UsageError for what is no card's name, EngineError where there is no such card or its driver does not tell.
+    """
+    from nemolab.engine.gpu.device import card_index, check_device
     from nemolab.system.nvml import CardMeter
 
     index = card_index(device)
     if index is None:
         raise UsageError(f"device {device!r} has no memory of its own; 'cuda', 'cuda:1' and so on have")
+    check_device(device)
     try:
         return CardMeter(index)
     except OSError as problem:
-        raise UsageError(f"device {device!r}: the driver does not tell what is in use ({problem})") from None
+        raise EngineError(f"device {device!r}: the driver does not tell what is in use ({problem})") from None

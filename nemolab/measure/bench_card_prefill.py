@@ -48,7 +48,7 @@ def bench_card_prefill(
                disk_of_floor (of the longest that applies), needed (experts, summed over layers), cached_crossed and
                disk_crossed (blocks queued for copying to the card, a pass), cached_crossed_once and disk_crossed_once
                (as many as are needed), rows
-    Raises UsageError for settings that cannot be.
+    Raises UsageError for settings that cannot be, EngineError without such a card.
     """
     from nemolab.engine.arguments import find_store
     from nemolab.engine.gpu.device import open_device

@@ -31,7 +31,7 @@ def bench_linear(tokens: int = TOKENS, repeats: int = 9) -> dict[str, Any]:
              it) for one token; <format>_prompt_us, torch_prompt_us (float32 out), torch_bf16_prompt_us and
              <format>_of_torch (times the latter) for a prompt; bounds: what a weight takes at least on this card and on
              a laptop's (`weight_times`); rows
-    Raises UsageError without a card.
+    Raises EngineError without a card, UsageError for no tokens.
     """
     import torch
 

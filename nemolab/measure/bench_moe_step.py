@@ -14,7 +14,7 @@ import statistics
 import time
 from typing import Any
 
-from nemolab.errors import UsageError
+from nemolab.errors import NemolabError, UsageError
 from nemolab.measure.bench import SHAPES, fill_block
 from nemolab.measure.gpu_floors import COPIES, COPY_BYTES, STREAM_BYTES, CardBus, need_card
 from nemolab.measure.transfer import count_crossing
@@ -37,7 +37,8 @@ def bench_moe_step(
     active   share of neurons that ReLU^2 leaves; steps  in a sample; repeats  samples
     returns  for each of whole, grouped, rows, pull and pull_graph: <name>_us (median), <name>_floor_us and
              <name>_of_floor; pull_is_faster_than_<name>; copy_gb_s, stream_gb_s; same_bits, relative_error; rows
-    Raises UsageError without a card, for sizes that cannot be, and when two strategies do not agree to the bit.
+    Raises UsageError for sizes that cannot be, EngineError without a card, NemolabError when two strategies do not
+    agree to the bit.
     """
     if shape not in SHAPES:
         raise UsageError(f"shape {shape!r}; known are {', '.join(SHAPES)}")
@@ -123,7 +124,7 @@ class _Bench:
         calls["pull_graph"](3)
         torch.cuda.synchronize()
         if not torch.equal(self.steps["pull"].out, outputs[3]):
-            raise UsageError("pull as a CUDA graph gives other bits than pull launched step by step")
+            raise NemolabError("pull as a CUDA graph gives other bits than pull launched step by step")
         bandwidths = {"copy": self.bus.copy_gb_s, "stream": self.bus.in_place_gb_s}
         samples: dict[str, list[float]] = {name: [] for name in (*calls, *bandwidths)}
         for round_ in range(-1, repeats):  # the first is a warm-up
@@ -182,7 +183,7 @@ class _Bench:
                 found[name] = step.out.clone()
             for name, out in found.items():
                 if not torch.equal(out, found["pull"]) or not out.isfinite().all():
-                    raise UsageError(f"choice {i}: {name} gives other bits than pull")
+                    raise NemolabError(f"choice {i}: {name} gives other bits than pull")
             outputs.append(found["pull"])
             bits = self.steps["pull"].step.active.cpu().numpy()
             groups += int(np.count_nonzero(bits))

@@ -6,12 +6,12 @@ cached. So benchmarks tell an engine on a card what to choose (`Engine.force_rou
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from nemolab.errors import UsageError
+from nemolab.errors import TraceError
 from nemolab.measure.bench_bookkeeping import GUESSES_RIGHT, draw_guesses
 from nemolab.trace import DECODE, open_trace
 from nemolab.trace.synthetic import sticky_trace
@@ -36,6 +36,10 @@ class Routing:
             token %= len(self.experts)
             engine.force_routing(self.experts[token], None if self.guesses is None else self.guesses[token])
 
+    def with_guesses(self, count: int) -> Routing:
+        """The same with only the first so many guesses of each layer: what an engine that makes no more is told."""
+        return self if self.guesses is None else replace(self, guesses=self.guesses[:, :, :count] if count else None)
+
 
 def own_routing() -> Routing:
     return Routing("the model's own")
@@ -59,17 +63,17 @@ def sticky_routing(tokens: int, store, prefetch: int) -> Routing:
 def recorded_routing(path: str | Path, store, prefetch: int) -> Routing:
     """The tokens of decode in a trace file of any known form; its own guesses, where it has as many.
 
-    Raises UsageError for a trace of another shape than the model's, TraceError for no trace.
+    Raises TraceError for no trace, one of another shape than the model's, and one without whole tokens of decode.
     """
     trace = open_trace(path, n_experts=store.n_experts)
     experts, wanted = trace.experts[trace.phase == DECODE], (store.n_layers, store.config.top_k)
     if experts.shape[1:] != wanted or trace.meta.n_experts != store.n_experts:
-        raise UsageError(
+        raise TraceError(
             f"{path}: {experts.shape[1]} MoE layers, top {experts.shape[2]} of {trace.meta.n_experts} experts; "
             f"this model has {wanted[0]} layers, top {wanted[1]} of {store.n_experts}"
         )
     if not len(experts) or experts.min() < 0:
-        raise UsageError(f"{path}: no tokens of decode that went through all layers; a trace of an answer is needed")
+        raise TraceError(f"{path}: no tokens of decode that went through all layers; a trace of an answer is needed")
     held, guesses = None if trace.guesses is None else trace.guesses[trace.phase == DECODE], None
     name = f"trace: {Path(path).name}"
     if prefetch and held is not None and held.shape[2] >= prefetch and held[:, 1:, :prefetch].min(initial=0) >= 0:

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from nemolab.errors import UsageError
+from nemolab.errors import EngineError, UsageError
 
 BUFFER_BYTES = 2**30  # read by a floor: well above any card's cache
 WARM_S = 0.1  # of work before anything counts: an idle card takes a while to raise its clocks
@@ -26,9 +26,13 @@ STAND_IN_BYTES = 4 * 2**20  # of the CPU's memory in the place of all these
 
 
 def need_card() -> torch.device:
-    """The current CUDA device. Raises UsageError where there is none."""
-    if not torch.cuda.is_available():
-        raise UsageError("this benchmark needs a CUDA card, and torch sees none on this machine")
+    """The current CUDA device. Raises EngineError where there is none."""
+    from nemolab.engine.gpu.device import check_device
+
+    try:
+        check_device("cuda")
+    except EngineError as problem:
+        raise EngineError(f"this benchmark needs a CUDA card; {problem}") from None
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -149,7 +153,7 @@ class StandInBus:
 def open_bus(device) -> Iterator[Bus]:
     """The bus of a device of `engine.gpu.device`, with page-locked memory of its own while the block runs.
 
-    Raises UsageError where the driver does not lock it.
+    Raises EngineError where the driver does not lock it.
     """
     from nemolab.store.arena import Arena
     from nemolab.store.direct_io import address
@@ -164,7 +168,7 @@ def open_bus(device) -> Iterator[Bus]:
         arena.rows[:] = 1  # written, so that it lies in memory of its own instead of in the one page of zeros
         problem = lock.grow(arena.reserved_bytes)
         if problem is not None:
-            raise UsageError(f"{arena.reserved_bytes} bytes to measure the bus with: {problem}")
+            raise EngineError(f"{arena.reserved_bytes} bytes to measure the bus with: {problem}")
         yield CardBus(device.locker, address(arena.rows), arena.reserved_bytes, lock.chunk_bytes)
         device.wait()
     finally:

@@ -262,7 +262,7 @@ def _check_card(index: int) -> None:
     if not torch.cuda.is_available():
         built = f"torch {torch.__version__}"
         why = f"{built} finds no card or driver" if torch.version.cuda else f"{built} was built without CUDA"
-        raise EngineError(f"device 'cuda:{index}': {why}; device='cpu' runs everywhere, `nemolab doctor` says more")
+        raise EngineError(f"device 'cuda:{index}': {why}; device='cpu' needs none, `nemolab doctor` says more")
     count = torch.cuda.device_count()
     if index >= count:
         raise EngineError(f"device 'cuda:{index}': there are {count} cards here, 0 to {count - 1}")
