@@ -401,13 +401,22 @@ def test_limits_that_cannot_be_read_are_warned_of(machine):
 
 @pytest.mark.parametrize(
     ("locked", "gpu_present", "status"),
-    [("65536", False, "info"), ("65536", True, "warn"), ("8388608", True, "warn"), ("unlimited", True, "ok")],
+    [
+        ("65536", False, "info"),
+        ("65536", True, "warn"),
+        ("8388608", True, "warn"),
+        ("unlimited", True, "ok"),
+        ("unlimited", False, "ok"),
+    ],
 )
-def test_locked_memory_comes_with_the_flags_that_raise_it(machine, locked, gpu_present, status):
+def test_locked_memory_comes_with_the_flags_that_raise_it_where_a_card_needs_it(machine, locked, gpu_present, status):
     machine.write("proc/self/limits", limits_text(locked=locked))
     check = resources.check_memlock(machine.root, gpu_present)
     assert check.status == status
-    if status != "ok":
+    assert ("64.00 KiB at most (ulimit -l)" in check.found) == (locked == "65536"), "a fact either way"
+    if status != "warn":
+        assert not check.advice and (gpu_present or "GPU" not in check.expected)
+    else:
         for flag in ("ulimit -l unlimited", "--ulimit memlock=-1", "LimitMEMLOCK=infinity"):
             assert flag in check.advice
 
@@ -422,17 +431,18 @@ def test_few_open_files_are_warned_of(machine, files, status):
     ("release", "status"),
     [("6.8.0-generic", "ok"), ("5.15.153.1-microsoft-standard-WSL2", "warn"), ("4.4.0-19041-Microsoft", "warn")],
 )
-def test_windows_below_is_warned_of(machine, release, status):
+@pytest.mark.parametrize("gpu_present", [True, False])
+def test_windows_below_is_warned_of(machine, release, status, gpu_present):
     machine.write("proc/sys/kernel/osrelease", release)
-    (check,) = resources.check_system(machine.root)
-    assert check.status == status
-    assert ("pinned memory" in check.advice and ".wslconfig" in check.advice) == (status == "warn")
+    (check,) = resources.check_system(machine.root, gpu_present)
+    assert check.status == status and (".wslconfig" in check.advice) == (status == "warn")
+    assert ("pinned memory" in check.advice) == (status == "warn" and gpu_present)
 
 
 @pytest.mark.parametrize(("sign", "kind"), [(".dockerenv", "docker"), ("run/.containerenv", "podman")])
 def test_a_container_is_named(machine, sign, kind):
     machine.write(sign, "")
-    (check,) = resources.check_system(machine.root)
+    (check,) = resources.check_system(machine.root, gpu_present=False)
     assert check.status == "ok" and f"in a {kind} container" in check.found
 
 
@@ -471,6 +481,8 @@ def test_an_examination_of_this_machine(tmp_path):
     for name in ("python", "torch", "data/tiny", "gpu", "memory", "locked memory", "file system", "direct I/O"):
         assert name in names
     assert report.ok and all(check.status in STATUSES and check.found for check in report.checks)
+    if by_name(report.checks)["gpu"].found.startswith("no NVIDIA card"):
+        assert not [check.name for check in report.checks if "ulimit -l" in check.advice]
     assert all(check.advice for check in report.checks if check.status in ("warn", "fail"))
     assert report.store["folder"] == str(tmp_path) and report.store["free_bytes"] > 0
 

@@ -53,7 +53,7 @@ def examine(store: str | Path | None = None, root: Path = ROOT) -> Report:
         *attempt("stdout", software.check_words),
         *no_gpus,
         *attempt("gpu", gpu.check_gpu, gpus),
-        *attempt("system", resources.check_system, root),
+        *attempt("system", resources.check_system, root, gpus.present),
         *attempt("processor", resources.check_processor, root),
         *attempt("memory", resources.check_memory, memory),
         *attempt("locked memory", resources.check_memlock, root, gpus.present),

@@ -48,7 +48,7 @@ def check_memory(memory: Memory) -> Iterator[Check]:
 
 
 def check_memlock(root: Path, gpu_present: bool) -> Check:
-    """How much memory may be locked. Without a card nothing here locks any."""
+    """How much memory may be locked: a fact where there is no card, since nothing here locks any then."""
     limit = read_rlimits(root).get("Max locked memory")
     if limit is None:
         return Check("locked memory", "info", "no limit is told")
@@ -57,7 +57,9 @@ def check_memlock(root: Path, gpu_present: bool) -> Check:
     found = f"{show_bytes(limit.soft)} at most (ulimit -l)"
     if limit.hard != limit.soft:
         found += f", up to {'no limit' if limit.hard is None else show_bytes(limit.hard)} may be asked for"
-    return Check("locked memory", "warn" if gpu_present else "info", found, "unlimited, for a GPU", MEMLOCK_ADVICE)
+    if not gpu_present:
+        return Check("locked memory", "info", f"{found}; nothing is locked without a card")
+    return Check("locked memory", "warn", found, "unlimited, for a GPU", MEMLOCK_ADVICE)
 
 
 def check_open_files(root: Path) -> Check:
@@ -99,17 +101,20 @@ def check_processor(root: Path) -> Iterator[Check]:
     )
 
 
-def check_system(root: Path) -> Iterator[Check]:
-    """Kernel, container, and Linux inside Windows."""
+def check_system(root: Path, gpu_present: bool) -> Iterator[Check]:
+    """Kernel, container, and Linux inside Windows, with what that means for a card where there is one."""
     kernel = os.uname()
     kind = container(root)
     where = f", in a {kind} container" if kind else ""
     if is_wsl(root):
         advice = (
-            "pinned memory is reported to end at half a GB to one GB here, whatever `ulimit -l` says: for a GPU, pin a "
-            "small part and leave the rest of the cache pageable; how much memory Linux has stands in .wslconfig "
-            "(memory=); keep stores on the Linux disk, not below /mnt/c"
+            "how much memory Linux has stands in .wslconfig (memory=); keep stores on the Linux disk, not below /mnt/c"
         )
+        if gpu_present:
+            advice += (
+                "; pinned memory is reported to end at half a GB to one GB here, whatever `ulimit -l` says: the cache "
+                "beyond it stays pageable, and experts there take a slower way to the card"
+            )
         yield Check("system", "warn", f"{kernel.sysname} {kernel.release}: WSL{where}", "Linux by itself", advice)
     else:
         yield Check(
