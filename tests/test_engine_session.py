@@ -91,7 +91,7 @@ def test_a_closing_that_is_interrupted_closes_all_the_same(path):
     class Interrupted(Engine):
         def __setattr__(self, name, value):
             super().__setattr__(name, value)
-            if name == "_cache" and value is None and self._team is not None:
+            if name == "_team" and value is None:  # what is closed first
                 raise KeyboardInterrupt
 
     engine = Engine(path, threads=2)

@@ -161,11 +161,15 @@ class Engine:
     def close(self) -> None:
         """Give threads, descriptors and memory back, once a pass of another thread is over. Closing twice is fine."""
         with self._turns.close(), ExitStack() as stack:  # each whatever the others raise, the last named first
-            for held in (self._cache, self._card, self._team):
-                if held is not None:
-                    stack.callback(held.close)
-            # Not before: what an interrupt leaves unclosed is closed the next time.
-            self._model = self._cache = self._card = self._team = None
+            for name in ("_cache", "_card", "_team"):
+                stack.callback(self._close_part, name)
+            self._model = None
+
+    def _close_part(self, name: str) -> None:
+        held = getattr(self, name)
+        if held is not None:
+            held.close()
+        setattr(self, name, None)  # not before: what an interrupt leaves unclosed is closed the next time
 
     @property
     def notes(self) -> list[str]:

@@ -3,6 +3,7 @@
 import errno
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,6 +56,8 @@ class BlockReader:
             _announced.add((str(self.path), self.reason))
             with _closed_if_this_fails(self._descriptor):
                 announce(f"{self.path}: reading through the page cache, because {self.reason}")
+        # Once, when it is closed or, by who never does that, forgotten: later its number may be another file's.
+        self._close_file = weakref.finalize(self, direct_io.close_quietly, self._descriptor)
         self._must_be_direct, self._announce = bool(direct), announce
         self._lock, self._gave_up = threading.Lock(), False
         self._pool = Pool(threads, "nemolab-read")
@@ -125,10 +128,8 @@ class BlockReader:
     def close(self) -> None:
         """Let what was begun come to its end, then the threads, and close the file. Closing twice is fine."""
         self._pool.close()
-        # Forgotten first: closed a second time, behind an interrupt, its number may be another file's.
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            os.close(descriptor)
+        self._descriptor = None
+        self._close_file()
 
     def _check(self, block: int, buffer: np.ndarray) -> None:
         if self._descriptor is None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
 from typing import TypeVar
@@ -35,6 +36,10 @@ class CacheMemory:
             for first, last in pairwise(borders)
         ]  # fmt: skip
         self._refused = False
+        # It holds the memory: closed late, or never but forgotten, that stays until it is unlocked. Unmapped before, it
+        # would stay locked with nothing in it, and the driver would refuse what comes to lie there next.
+        self._forgotten = weakref.finalize(self, _unlock, [lock for _, lock in self._ranges], cache.arena)
+        self._forgotten.atexit = False  # by then the driver may be gone, and with the process all of it goes
 
     @property
     def locked_bytes(self) -> int:
@@ -65,10 +70,16 @@ class CacheMemory:
         return next((size for _, lock in self._ranges if (size := lock.shrink())), 0)
 
     def close(self) -> None:
-        """Nothing on the card may be reading it any more."""
-        with ExitStack() as stack:  # each whatever the others raise
-            for _, lock in reversed(self._ranges):
-                stack.callback(lock.close)
+        """Nothing on the card may be reading it any more. Closing twice is fine."""
+        _unlock([lock for _, lock in self._ranges])
+        self._forgotten.detach()  # not before: what an interrupt leaves locked is unlocked the next time
+
+
+def _unlock(locks: Sequence[PageLock], memory: np.ndarray | None = None) -> None:
+    """memory  what they lock of, held until it is not locked any more"""
+    with ExitStack() as stack:  # each whatever the others raise
+        for lock in reversed(locks):
+            stack.callback(lock.close)
 
 
 class Finder:

@@ -38,11 +38,12 @@ class PinnedArray:
         arena = Arena(1, pages)
         row = arena.rows[0]
         lock = PageLock(address(row), pages, pages, locker)
-        self._close = weakref.finalize(self, _unlock, lock, arena)  # first: an interrupt must not leave it locked
-        self._close.atexit = False  # by then the driver may be gone, and with the process all of it goes
+        self._parts = lock, arena
+        self._forgotten = weakref.finalize(self, _unlock, lock, arena)  # first: an interrupt must not leave it locked
+        self._forgotten.atexit = False  # by then the driver may be gone, and with the process all of it goes
         problem = lock.grow(pages)
         if problem is not None:
-            self._close()  # what was locked of it, too
+            self.close()  # what was locked of it, too
             raise NotLocked(
                 f"{show_bytes(self.nbytes)} that card and CPU share: {problem}; "
                 f"raise the limit of locked memory (ulimit -l), or use device='cpu'"
@@ -53,7 +54,8 @@ class PinnedArray:
     def close(self) -> None:
         """Once nothing on the card uses it. Closing twice is fine."""
         self.array = None
-        self._close()
+        _unlock(*self._parts)
+        self._forgotten.detach()  # not before: what an interrupt leaves locked is unlocked the next time
 
 
 def _unlock(lock: PageLock, arena: Arena) -> None:
