@@ -112,12 +112,50 @@ def test_a_trial_is_measured_beside_none(store):
     assert found["rows_is_faster_than_rows_shared_first"] > 0
 
 
+def test_a_trial_without_reads_ahead_reads_what_it_misses_and_nothing_else(store):
+    trials = [{"prefetch": 0}, {"prefetch": 2, "no_graphs": True}]
+    found = decode(store, tokens=8, cached=0.4, prefetch=1, trials=trials)
+    rows = {row["name"]: row["settings"] for row in found["rows"] if row["unit"] == "ms/token"}
+    ahead, behind, more = (rows[f"twin_decode.pull{of}"] for of in ("", "_prefetch_0", "_prefetch_2_no_graphs"))
+    assert [said["prefetch"] for said in (ahead, behind, more)] == [1, 0, 2]
+    assert [said["trials"] for said in (ahead, behind, more)] == [{}, {}, {"no_graphs": True}]
+    assert behind["reads"] == behind["misses"] and behind["wasted"] == 0
+    assert ahead["reads"] > ahead["misses"]
+    for said in (ahead, behind, more):
+        assert said["disk_ms"] == pytest.approx(1e-6 * said["reads"] * store.block_bytes / said["disk_gb_s"])
+    assert found["same_bits"] and found["pull_is_faster_than_pull_prefetch_0"] > 0
+
+
+def test_each_case_is_told_as_many_guesses_as_it_makes(store, monkeypatch):
+    told, force = {}, Engine.force_routing
+
+    def watch(engine, chosen, guesses=None):
+        told.setdefault((engine.prefetch, engine._model._parts.stretches.wanted), []).append(guesses)
+        return force(engine, chosen, guesses)
+
+    monkeypatch.setattr(Engine, "force_routing", watch)
+    decode(store, cached=0.5, prefetch=1, trials=[{"prefetch": 0}, {"prefetch": 2, "no_graphs": True}])
+    assert sorted(told) == [(0, True), (1, True), (2, False)]
+    assert all(guesses is None for guesses in told[0, True])
+    for few, many in zip(told[1, True], told[2, False], strict=False):
+        assert few.shape == (LAYERS, 1) and many.shape == (LAYERS, 2)
+        assert np.array_equal(few, many[:, :1]), "the same guesses, as far as both make them"
+
+
+def test_a_trial_that_cannot_be_is_refused_before_anything_is_measured(store, monkeypatch):
+    monkeypatch.setattr(bench_card_decode, "open_bus", lambda card: pytest.fail("measured"))
+    for trial, words in (({"kept_gib": 1.0}, "kept_gib is for transfers"), ({"prefetch": 9}, "prefetch is 9")):
+        with pytest.raises(EngineError, match=words):
+            decode(store, trials=[trial])
+
+
 def test_trials_are_read_from_words():
     from nemolab.commands.bench_card import parse_trial
 
     assert parse_trial("shared_first=1,kept_gib=0.5") == {"shared_first": True, "kept_gib": 0.5}
     assert parse_trial("speculate=4") == {"speculate": 4} and parse_trial("prompt_enters=0") == {"prompt_enters": False}
-    for word in ("speed=9", "speculate=many", "speculate"):
+    assert parse_trial("prefetch=0,no_graphs=1") == {"prefetch": 0, "no_graphs": True}
+    for word in ("speed=9", "speculate=many", "speculate", "no_graphs=yes"):
         with pytest.raises(
             UsageError, match=f"--trial {word}: one of shared_first, prompt_enters, kept_gib, speculate"
         ):

@@ -16,6 +16,7 @@ from test_gpu_engine import IDS, TRANSFERS, both_paths, open_engine, step_throug
 from nemolab.engine.gpu import allocator, stretches
 from nemolab.engine.gpu.device import StandIn
 from nemolab.engine.gpu.stretches import CardGraphs, Stretches
+from nemolab.engine.trials import Trials
 from nemolab.simulate import check_live
 
 
@@ -49,6 +50,13 @@ def test_the_second_token_alike_is_recorded_and_then_replayed(path, graphs):
         assert counts(graphs) == []
         step_through(engine, IDS[6:9], state)
         assert counts(graphs) == [(3, 9)], "a stretch before each of two MoE layers, and one behind"
+
+
+@one_thread
+def test_none_is_made_where_none_is_wanted(path, wanted, graphs):
+    with open_engine(path, trials=Trials(no_graphs=True)) as engine:
+        assert torch.equal(torch.cat(both_paths(engine, IDS)), wanted)
+    assert counts(graphs) == []
 
 
 @one_thread

@@ -66,6 +66,7 @@ TRIED = {
     "prompts enter": {"prompt_enters": True},
     "kept": {"kept_gib": 1e-4},
     "early": {"speculate": 4},
+    "no graphs": {"no_graphs": True},
     # Fewer slots than the cache has blocks: else no guess has anything to copy.
     "all": {"shared_first": True, "prompt_enters": True, "kept_gib": 1e-5, "speculate": 3},
 }
@@ -292,6 +293,7 @@ def test_what_is_kept_is_planned(path):
     [
         ({"shared_first": 1}, "shared_first is 1; True or False"),
         ({"prompt_enters": "yes"}, "prompt_enters is 'yes'"),
+        ({"no_graphs": 1}, "no_graphs is 1; True or False"),
         ({"kept_gib": -1}, "kept_gib is -1; a number of GiB"),
         ({"kept_gib": float("nan")}, "kept_gib is nan"),
         ({"kept_gib": True}, "kept_gib is True"),
@@ -313,6 +315,7 @@ def test_trials_are_said_by_their_class(path):
     ("settings", "asked", "message"),
     [
         ({"device": "cpu"}, {"shared_first": True}, "shared_first is set, but the device is 'cpu'"),
+        ({}, {"no_graphs": True}, "no_graphs is set, but the device is 'cpu'; it is for device='cuda'"),
         ({"device": "twin"}, {"kept_gib": 1}, "kept_gib is for transfers that copy .whole, grouped, rows.; 'pull'"),
         ({"device": "twin", "transfer": "pull"}, {"speculate": 1}, "speculate is for transfers that copy"),
         ({"device": "twin", "transfer": "rows"}, {"speculate": 13}, "speculate is 13; a token can reach 12 experts"),
@@ -341,3 +344,4 @@ def test_no_bit_depends_on_a_trial_on_a_card(tiny_path):
         assert torch.equal(found, wanted) and step.held > 0 and step.early > 0
         found, step = run(transfer=transfer, trials=Trials(kept_gib=0.01))
         assert torch.equal(found, wanted) and step.held > 0 and step.copied > 0
+    assert torch.equal(run(trials=Trials(no_graphs=True))[0], wanted)

@@ -67,7 +67,7 @@ def common_options(function: Callable) -> Callable:
     "trials",
     multiple=True,
     metavar="NAME=VALUE",
-    help="Also with this: shared_first=1, speculate=4, kept_gib=0.5, prompt_enters=1; several joined by commas.",
+    help="Also with this: prefetch=0, no_graphs=1, shared_first=1, speculate=4, kept_gib=0.5; commas join several.",
 )
 @click.option("--own-routing", "own", is_flag=True, default=None, help="Send tokens where the model's routers say.")
 @common_options
@@ -79,7 +79,9 @@ def decode(path, tokens, device, repeats, threads, record, **on_a_card):
 
     With --device cuda: how long a token's bytes take over the bus, from disk and out of the card's memory, at the
     bandwidths of the same run; the longest is the floor. A synthetic model's routers route like nobody's, so tokens
-    are sent where draws with the published statistics say: 40 % repeats, 81 to 84 % hits with 24 % cached.
+    are sent where draws with the published statistics say: 40 % repeats, 81 to 84 % hits with 24 % cached. Each --trial
+    is measured beside none: without guesses read ahead (prefetch=0), without CUDA graphs (no_graphs=1), or with what
+    is off as a rule (shared_first, speculate, kept_gib).
 
     \b
     Examples:
@@ -88,6 +90,7 @@ def decode(path, tokens, device, repeats, threads, record, **on_a_card):
       nemolab bench decode --device cuda --own-routing
       nemolab bench decode /nvme/super --device cuda --transfer all --vram 8GiB --record
       nemolab bench decode /nvme/super --device cuda --transfer rows --trial kept_gib=2 --trial speculate=4
+      nemolab bench decode /nvme/super --device cuda --trial prefetch=0 --trial no_graphs=1
     """
     given = {name: value for name, value in on_a_card.items() if value not in (None, ())}
     if device == "cpu":

@@ -113,16 +113,17 @@ def moe_step(shape, experts, active, cached, steps, repeats, record):
 
 
 def parse_trial(word: str) -> dict:
-    """`kept_gib=0.5,shared_first=1` as fields of Trials. Raises UsageError for what is none."""
+    """`kept_gib=0.5,shared_first=1` as fields of Trials, and `prefetch`. Raises UsageError for what is none."""
     from dataclasses import fields
 
     from nemolab.engine import Trials
 
-    known, trial = {field.name: type(field.default) for field in fields(Trials)}, {}
+    truth = {"0": False, "false": False, "1": True, "true": True}
+    known, trial = {field.name: type(field.default) for field in fields(Trials)} | {"prefetch": int}, {}
     for part in word.split(","):
         name, _, value = part.partition("=")
         try:
-            trial[name] = value in ("1", "true") if known[name] is bool else known[name](value)
+            trial[name] = truth[value] if known[name] is bool else known[name](value)
         except (KeyError, ValueError):
             raise UsageError(f"--trial {word}: one of {', '.join(known)}, = and its value were expected") from None
     return trial

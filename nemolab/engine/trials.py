@@ -1,7 +1,8 @@
-"""What was tried and is off: each changes when bytes move, never a bit of an answer, and is there to be measured.
+"""What was tried and is off: each changes when work is done, never a bit of an answer, and is there to be measured.
 
 Others found that these do not help (the shared expert first, copies on a guess, the prompt's experts kept), or take
-more of a card's memory than they had (recent experts kept there). Here they can be tried on any machine:
+more of a card's memory than they had (recent experts kept there). Here they can be tried on any machine, and so can
+going without what does help (CUDA graphs):
 
     Engine(path, device="cuda", transfer="rows", vram_gib=8, trials=Trials(kept_gib=0.5, speculate=4))
 """
@@ -24,6 +25,7 @@ class Trials:
                    is still there is not copied again. With less than all layers of a token use it does nothing
     speculate      decode, transfers that copy: so many of the experts guessed for the next MoE layer, as far as they
                    are cached, are copied to the card one layer early
+    no_graphs      decode: every kernel is queued by itself, each token; else stretches of them are CUDA graphs
     Raises EngineError for what is no such value.
     """
 
@@ -31,9 +33,10 @@ class Trials:
     prompt_enters: bool = False
     kept_gib: float = 0.0
     speculate: int = 0
+    no_graphs: bool = False
 
     def __post_init__(self):
-        for name in ("shared_first", "prompt_enters"):
+        for name in ("shared_first", "prompt_enters", "no_graphs"):
             if not isinstance(getattr(self, name), bool):
                 raise EngineError(f"trials: {name} is {getattr(self, name)!r}; True or False is needed")
         gib, count = self.kept_gib, self.speculate
@@ -53,7 +56,7 @@ class Trials:
 
     def check(self, device: str, transfer: str | None, reachable: int) -> None:
         """Can these be tried so? reachable: experts that a token can reach in a layer. Raises EngineError."""
-        on_cards = [name for name in ("shared_first", "kept_gib", "speculate") if getattr(self, name)]
+        on_cards = [name for name in ("shared_first", "kept_gib", "speculate", "no_graphs") if getattr(self, name)]
         if device == "cpu" and on_cards:
             raise EngineError(f"trials: {on_cards[0]} is set, but the device is 'cpu'; it is for device='cuda'")
         if self.keeps and transfer not in COPYING:

@@ -157,8 +157,8 @@ class _Run:
     """One engine: its settings, its place in the trace, and what was found."""
 
     def __init__(self, store, routing: Routing, tokens: int, transfer: str, case: _Case, settings: dict):
-        self.store, self.routing, self.tokens, self.settings = store, routing.with_guesses(case.guesses), tokens, settings
-        self.transfer, self.case = transfer, case
+        self.store, self.tokens, self.transfer, self.settings = store, tokens, transfer, settings
+        self.case, self.routing = case, routing.with_guesses(case.guesses)
         self.name = name_case(transfer, case.asked)
         self.samples: dict[str, list[float]] = {name: [] for name in (*_TIMES, "copy", "in_place")}
         self.bits, self.found, self._at = "", {}, 0

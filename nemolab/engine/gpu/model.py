@@ -70,6 +70,7 @@ class CardModel:
             cache.watcher = CopyWatcher(keeper, step)
         self._parts = TokenParts(config, step, Stretches(device.new_graphs), self._finder.make_room, device, operators)
         self._parts.shared_first = trials.shared_first
+        self._parts.stretches.wanted = not trials.no_graphs
         prompts = self._prompts = PromptExperts(
             store.expert_shape, int(PAIRS * piece_tokens), cache, self.memory, device, operators
         )
