@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from datetime import UTC, datetime
 
 import pytest
 from faults import run_cli
@@ -98,12 +99,14 @@ def test_compare_gives_the_figures_that_scripts_rely_on(call, store, tmp_path):
 def record_one(monkeypatch, device: str, figures) -> list[tuple]:
     """The rows of a comparison of one text, whose control has an infinite perplexity."""
     rows = []
-    monkeypatch.setattr("nemolab.measure.record", lambda *row: rows.append(row))
+    monkeypatch.setattr(
+        "nemolab.measure.record_run", lambda found, began: rows.extend(tuple(row.values()) for row in found)
+    )
     text = dict.fromkeys(figures, 0.5) | {"name": "short", "tokens": 9, "greedy_of": 64}
     control = {"name": "swapped nibbles", "ppl": math.inf, "kl_mean_least": 3.0}
     repeats = {"prompt_tokens": 8, "steps": 2, "logits_sha256": {"first": "a", "again": "a", "another process": "b"}}
     shared = {"model": "m", "threads": 2, "device": device, "store_layout": "neuron"}
-    record_comparison(shared | {"texts": [text], "controls": [control], "determinism": repeats})
+    record_comparison(shared | {"texts": [text], "controls": [control], "determinism": repeats}, datetime.now(UTC))
     return rows
 
 

@@ -1,11 +1,14 @@
 """Rows carry samples and excuses; a comparison inside the spread has no winner."""
 
 import json
+from datetime import UTC, datetime, timedelta, timezone
 
 import pytest
+from faults import run_cli
 
+from nemolab import paths
 from nemolab.errors import NemolabError
-from nemolab.measure import latest, machine, make_row, read_rows, record, versus
+from nemolab.measure import latest, latest_run, machine, make_row, read_rows, record, record_run, runs_with, versus
 from nemolab.measure.rows import FIELDS
 
 
@@ -53,6 +56,70 @@ def test_reading_nothing_gives_an_empty_frame_and_latest_says_what_is_missing(tm
     assert read_rows("pread", tmp_path).empty
     with pytest.raises(NemolabError, match="no measurement pread with threads=2"):
         latest("pread", tmp_path, threads=2)
+
+
+def record_one_run(folder, second: int, **values: float) -> str:
+    """Rows `card.<name>` of one run that began at that second; what ties them together."""
+    rows = [{"name": f"card.{name}", "values": [value], "unit": "ms", "settings": {}} for name, value in values.items()]
+    record_run(rows, datetime(2026, 11, 30, 9, 0, second, 250_000, timezone(timedelta(hours=1))), folder=folder)
+    return f"2026-11-30T08:00:0{second}.250+00:00"
+
+
+def test_rows_of_one_run_are_tied_together_by_when_it_began(tmp_path):
+    run = record_one_run(tmp_path, 1, pull=1, rows=2)
+    other = record_one_run(tmp_path, 2, pull=3)
+    assert [json.loads(line)["settings"] for line in (tmp_path / "card.jsonl").read_text().splitlines()] == [
+        {"run": run}
+    ] * 2 + [{"run": other}]
+    assert list(read_rows("card.*", tmp_path)["run"]) == [run, run, other]
+    assert latest("card.pull", tmp_path)["median"] == 3 and latest("card.pull", tmp_path, run=run)["median"] == 1
+    with pytest.raises(NemolabError, match=f"no measurement card.rows in the run of {other[:19]}"):
+        latest("card.rows", tmp_path, run=other)
+
+
+def test_rows_recorded_by_one_command_are_of_one_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(paths, "measurements_folder", lambda: tmp_path)
+    for experts in (2, 3):
+        code, _, err = run_cli("bench", "expert", "--shape", "tiny", "--experts", experts, "--repeats", 3, "--record")
+        assert code == 0, err
+    frame = read_rows("expert.*")
+    assert frame.groupby("run").size().tolist() == [5, 5] and frame["run"].is_monotonic_increasing
+    assert all(datetime.fromisoformat(run) <= datetime.now(UTC) for run in frame["run"])
+    told = [
+        run["expert.engine"]["settings"]["experts"] for run in runs_with(["expert.engine", "expert.read_bandwidth"])
+    ]
+    assert told == [2, 3]
+
+
+def test_a_run_counts_when_it_has_all_rows(tmp_path):
+    names = ["card.pull", "card.row?"]
+    for second, values in enumerate(({"pull": 1, "rows": 2}, {"pull": 3, "rows": 4}, {"pull": 5}, {"rows": 6})):
+        record_one_run(tmp_path, second, **values)
+    assert [{name: row["median"] for name, row in rows.items()} for rows in runs_with(names, tmp_path)] == [
+        {"card.pull": 1, "card.row?": 2},
+        {"card.pull": 3, "card.row?": 4},
+    ]
+    assert latest_run(names, tmp_path)["card.pull"]["median"] == 3
+    with pytest.raises(
+        NemolabError, match="no run with all of card.pull, card.push with active=1, n that passes a test"
+    ):
+        latest_run(["card.pull", "card.push"], tmp_path, active=1, n=lambda n: n > 2)
+
+
+def test_older_rows_of_one_second_are_of_one_run(tmp_path):
+    row = make_row("card.pull", [1.0], "ms", {})
+    old = [row | {"time": f"2026-11-30T00:00:0{second}+00:00"} for second in (1, 1, 2)]
+    (tmp_path / "card.jsonl").write_text("".join(json.dumps(row) + "\n" for row in old))
+    first, second, third = read_rows("card.pull", tmp_path)["run"]
+    assert first == second != third
+
+
+def test_only_files_that_can_hold_a_name_are_read(tmp_path):
+    record("pread", [1.0], "s", {}, folder=tmp_path)
+    (tmp_path / "kl.jsonl").write_text("{\n")
+    assert latest("pread", tmp_path)["median"] == 1 and len(read_rows("pr*", tmp_path)) == 1
+    with pytest.raises(NemolabError, match="kl.jsonl, line 1"):
+        read_rows(folder=tmp_path)
 
 
 @pytest.mark.parametrize("values", [[], [float("nan")], [1.0, float("inf")]])

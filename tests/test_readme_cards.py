@@ -1,5 +1,7 @@
 """Tables of what was measured on cards: every figure comes from a row, and the newest row of its kind wins."""
 
+from datetime import UTC, datetime
+
 import pytest
 
 from nemolab import paths
@@ -66,7 +68,7 @@ def record_compared(device: str, kl: float, hashes: str) -> None:
     runs = {f"run {number}": logits for number, logits in enumerate(hashes)}
     repeats = {"prompt_tokens": 8, "steps": 2, "logits_sha256": runs}
     shared = {"model": "tiny", "threads": 2, "device": device, "store_layout": "neuron"}
-    record_comparison(shared | {"texts": [text], "controls": [control], "determinism": repeats})
+    record_comparison(shared | {"texts": [text], "controls": [control], "determinism": repeats}, datetime.now(UTC))
 
 
 def test_comparisons_on_a_card_and_on_the_cpu_keep_apart():

@@ -1,6 +1,7 @@
 """`nemolab compare`: the engine against transformers in fp32, with controls that must fail."""
 
 import math
+from datetime import datetime
 
 import click
 
@@ -9,6 +10,7 @@ from nemolab.commands.verb import (
     PathName,
     checkpoint_argument,
     refuse_rows_of_twins,
+    settings,
     share_cores,
     store_option,
     table,
@@ -90,23 +92,24 @@ def compare(path, store, texts, device, record):
         ]
     )
     if record:
-        record_comparison(data)
+        record_comparison(data, settings().began)
     return Answer(data, text, "; ".join(data["problems"]))
 
 
-def record_comparison(data: dict) -> None:
+def record_comparison(data: dict, began: datetime) -> None:
     """Rows of `data/measurements/compare.jsonl`: one a text and figure, two a control, one for all repeats.
 
-    What is infinite has no row.
+    What is infinite has no row. began  when the comparison did
     """
-    from nemolab.measure import record
+    from nemolab.measure import record_run
 
-    def keep(name: str, value: float, unit: str, **settings) -> None:
+    def keep(name: str, value: float, unit: str, **said) -> None:
         if math.isfinite(value):
-            record(f"compare.{name}", [value], unit, {**shared, **settings})
+            rows.append({"name": f"compare.{name}", "values": [value], "unit": unit, "settings": {**shared, **said}})
         else:
-            say(f"compare.{name} is {value} and has no row: {settings}")
+            say(f"compare.{name} is {value} and has no row: {said}")
 
+    rows: list[dict] = []
     shared = {"model": data["model"], "threads": data["threads"], "layout": data["store_layout"]}
     if data["device"] != "cpu":
         shared["device"] = data["device"]
@@ -120,3 +123,4 @@ def record_comparison(data: dict) -> None:
     runs = repeats["logits_sha256"]
     said = {"runs": list(runs), "prompt_tokens": repeats["prompt_tokens"], "steps": repeats["steps"]}
     keep("distinct_repeats", len(set(runs.values())), "hashes of logits", **said)
+    record_run(rows, began)

@@ -7,7 +7,8 @@ import math
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 import click
@@ -31,10 +32,11 @@ class Answer:
 
 @dataclass
 class Settings:
-    """What the options shared by all verbs say."""
+    """What the options shared by all verbs say, and when the command began."""
 
     as_json: bool = False
     debug: bool = False
+    began: datetime = field(default_factory=lambda: datetime.now(UTC))
 
 
 class FailedCheck(NemolabError):
