@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from test_kernels_dense import random, stored
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton_interpreter import on_both
 
 from nemolab.checkpoint.formats import encode_nvfp4
@@ -89,6 +90,33 @@ def test_prompt_product_equals_its_twin(device, format, mode):
     for piece_bytes in (2**20, 16 * 256 * 2):
         found = linear(device, packed, x, y, mode, piece_bytes)
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+class LargestMade(TorchDispatchMode):
+    """Bytes of the largest memory that any operator's result lies in, but for that of the tensors given."""
+
+    def __init__(self, *known):
+        super().__init__()
+        self._known, self.nbytes = {t.untyped_storage().data_ptr() for t in known if t is not None}, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else (made,):
+            memory = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            if memory is not None and memory.data_ptr() not in self._known:
+                self.nbytes = max(self.nbytes, memory.nbytes())
+        return made
+
+
+@pytest.mark.parametrize("mode", [PLAIN, ADD, RELU2])
+@pytest.mark.parametrize("format", ["f16", "f32"])
+def test_a_matrix_that_is_multiplied_in_float32_is_never_decoded_whole(format, mode):
+    from nemolab.kernels.gpu.linear_prompt import linear_prompt
+
+    packed, x, y = stored(format, 400, 256), random(50, 256).bfloat16(), torch.zeros(50, 400)
+    with LargestMade(x, y, *packed.keep) as largest:
+        linear_prompt(packed, x, y, mode, None, 16 * 256 * 4)
+    assert largest.nbytes == 50 * 256 * 4, "x in float32: more than a piece of the matrix, and of the products"
 
 
 @on_both

@@ -5,7 +5,8 @@ BF16 multiplication with float32 sums.
 
 Decoding is exact (see `decode_bf16`) and the matrix's scale is the multiplication's factor, so that all that is lost
 against float32 is the rounding of x. Reads the stored bytes once, writes and reads PIECE_BYTES of BF16 at a time, which
-stay in one buffer. BF16 matrices go as they are; F16 and F32 ones (small, and they decide much) in float32.
+stay in one buffer. BF16 matrices go as they are; F16 and F32 ones (as a rule small, and they decide much) in float32,
+PIECE_BYTES of it at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from nemolab.errors import EngineError
 from nemolab.kernels.gpu.decode_bf16 import decode_bf16
 from nemolab.kernels.matvec import ADD, BF16, F16, F32, NVFP4, PLAIN, RELU2, Packed, matvec_torch
 
-PIECE_BYTES = 32 * 2**20  # BF16 bytes of a matrix decoded at once
+PIECE_BYTES = 32 * 2**20  # of a matrix decoded at once, in BF16 or float32
 
 
 def linear_prompt_torch(packed: Packed, x: torch.Tensor, y: torch.Tensor | None = None, mode: int = PLAIN):
@@ -51,16 +52,18 @@ def linear_prompt(
         )
     if not x.device == y.device == weight.device:
         raise EngineError(f"a matrix on {weight.device}, its input on {x.device}, its output on {y.device}")
-    step = last - first if code in (BF16, F16, F32) else max(1, piece_bytes // (2 * columns))
-    buffer = None if code in (BF16, F16, F32) else torch.empty(
+    in_float32 = code in (F16, F32)
+    step = last - first if code == BF16 else max(1, piece_bytes // ((4 if in_float32 else 2) * columns))
+    inputs = x.float() if in_float32 else x
+    buffer = None if in_float32 or code == BF16 else torch.empty(
         min(step, last - first) * columns, dtype=torch.bfloat16, device=x.device
     )  # fmt: skip
     for start in range(first, last, step):
         stop = min(start + step, last)
         piece = y[:, start - first : stop - first]
-        if code in (F16, F32):
-            product = x.float() @ weight[start:stop].float().T
-            piece.copy_(product + piece if mode == ADD else product)
+        if in_float32:
+            product = inputs @ weight[start:stop].float().T
+            piece.add_(product) if mode == ADD else piece.copy_(product)
         else:
             decoded = weight[start:stop]
             if code != BF16:
