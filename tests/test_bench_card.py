@@ -1,6 +1,5 @@
 """`nemolab bench decode` and `prefill` on a card: what they count and how, shown on twins. No timing is judged here."""
 
-import re
 import threading
 from dataclasses import replace
 
@@ -11,7 +10,7 @@ from faults import run_cli
 from synthetic import write_checkpoint
 
 from nemolab.engine import Engine
-from nemolab.engine.transfers import DEFAULT, TRANSFERS
+from nemolab.engine.transfers import TRANSFERS
 from nemolab.errors import EngineError, NemolabError, TraceError, UsageError
 from nemolab.measure import bench_card_decode, disk_floor, forced_routing, gpu_floors, record
 from nemolab.measure import bench_card_memory as memory_bench
@@ -380,17 +379,6 @@ def test_the_command_shows_a_line_for_each_case(store):
     headers, plain, tried = out.splitlines()[:3]
     assert headers.split()[:2] == ["case", "ms/token"] and "x floor" in headers
     assert plain.startswith("rows ") and tried.startswith("rows_shared_first ")
-
-
-def test_commands_name_the_ways_that_there_are():
-    """Words of help stand where nothing heavy may be imported."""
-    for words in (("bench", "decode"), ("bench", "card-memory"), ("chat",), ("trace",)):
-        _, out, _ = run_cli(*words, "--help")
-        text = " ".join(out.split())
-        named = re.search(r"--transfer (\S+\|\S+)|How experts reach a card: ([^.]+)\.", text)
-        ways = set(re.findall(r"[a-z]+", (named[1] or named[2]).replace("(default)", "")))
-        assert ways - {"all"} == set(TRANSFERS)
-        assert re.search(rf"default: {DEFAULT}\]|{DEFAULT} \(default\)", text)
 
 
 def test_the_command_refuses_on_the_cpu_what_is_for_cards():

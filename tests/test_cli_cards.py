@@ -1,4 +1,4 @@
-"""Verbs that run on a card: the same exit codes and words for what is asked of a card, whichever verb is asked."""
+"""Verbs that run on a card: options that are spelled alike, mean the same and are refused alike, whichever verb."""
 
 import click
 import pytest
@@ -6,6 +6,9 @@ import torch
 from faults import assert_one_line, run_cli
 
 from nemolab.cli import root
+from nemolab.commands import device
+from nemolab.engine.transfers import DEFAULT
+from nemolab.engine.transfers import TRANSFERS as WAYS
 
 
 def list_verbs(command=root, words=()):
@@ -23,8 +26,12 @@ TAKE_DEVICE = [words for words, verb in VERBS.items() if any("--device" in optio
 BESIDES = {("chat",): ("--prompt", "x"), ("trace",): ("--texts", ".", "--to", "never.trace")}
 
 
-def run_on(device, words):
-    return run_cli(*words, *(("--device", device) if words in TAKE_DEVICE else ()), *BESIDES.get(words, ()))
+def find_option(words, name):
+    return next((option for option in VERBS[words].params if name in option.opts), None)
+
+
+def run_on(device, words, *others):
+    return run_cli(*words, *(("--device", device) if words in TAKE_DEVICE else ()), *BESIDES.get(words, ()), *others)
 
 
 @pytest.mark.parametrize("words", TAKE_DEVICE + NEED_A_CARD, ids=" ".join)
@@ -43,3 +50,69 @@ def test_verbs_that_run_on_a_card_are_those_looked_at():
         ("bench", name) for name in ("decode", "prefill", "card-memory")
     }
     assert set(NEED_A_CARD) < set(VERBS) and not set(NEED_A_CARD) & set(TAKE_DEVICE)
+
+
+@pytest.mark.parametrize("words", TAKE_DEVICE, ids=" ".join)
+def test_what_is_no_device_is_bad_usage_before_anything_is_opened(words):
+    for name in ("gpu", "cuda:", "cuda:1x", "cuda:-1", "CUDA", ""):
+        code, out, err = run_on(name, words)
+        assert code == 2 and not out and f"'--device': {name!r} is no device" in err and err.count("\n") == 1
+
+
+DEVICES = ["cpu", "cuda", "cuda:0", "cuda:12", "twin", "gpu", "cuda:", "cuda:1x", "cuda1", "cuda:\u0663", "cuda:1\n"]
+
+
+@pytest.mark.parametrize("name", DEVICES, ids=ascii)
+def test_devices_are_those_of_the_engine(name):
+    """Which may not be imported where words are read: that takes seconds."""
+    from nemolab.engine.gpu.device import TWIN, card_index
+
+    if name in ("cpu", TWIN) or card_index(name) is not None:
+        assert device.DeviceName().convert(name, None, None) == name
+    else:
+        with pytest.raises(click.BadParameter):
+            device.DeviceName().convert(name, None, None)
+
+
+def test_ways_to_a_card_are_those_of_the_engine():
+    assert set(device.TRANSFERS) == set(WAYS) and device.TRANSFERS[0] == DEFAULT and device.EVERY not in WAYS
+
+
+MADE = {
+    "--device": device.device_option(), "--transfer": device.transfer_option(), "--vram": device.vram_option(),
+    "--ram-cache": device.ram_cache_option,
+}  # fmt: skip
+HAVE = [(words, name) for words in VERBS for name in MADE if find_option(words, name)]
+ON_THE_CPU = [
+    (words, name, value)
+    for words, name in HAVE
+    for value in {"--transfer": ["pull"], "--vram": ["1GiB"]}.get(name, [])
+    if find_option(words, "--device").default == "cpu"
+]
+
+
+@pytest.mark.parametrize(("words", "name", "value"), ON_THE_CPU, ids=str)
+def test_what_is_for_cards_is_refused_where_none_is_named(words, name, value):
+    code, out, err = run_cli(*words, *BESIDES.get(words, ()), name, value)
+    assert code == 2 and not out and err == f"nemolab: {name}: for an engine on a card; add --device cuda\n"
+
+
+@pytest.mark.parametrize(("words", "name"), HAVE, ids=str)
+def test_options_of_the_same_name_are_the_same(words, name):
+    found, (wanted,) = find_option(words, name), click.command("x")(MADE[name](lambda: None)).params
+    assert type(found.type) is type(wanted.type) and found.help.split(".")[0] == wanted.help.split(".")[0]
+    if name in ("--vram", "--ram-cache"):
+        code, _, err = run_cli(*words, *BESIDES.get(words, ()), name, "16")
+        assert code == 2 and err.startswith(f"nemolab: {name}: '16' is no size")
+    if name == "--transfer":
+        assert tuple(found.type.choices) in (device.TRANSFERS, (*device.TRANSFERS, device.EVERY))
+        assert f"default: {DEFAULT}]" in run_cli(*words, "--help")[1] and found.default in (None, DEFAULT)
+
+
+def test_options_looked_at_are_those_that_there_are():
+    assert {(" ".join(words), name) for words, name in HAVE if name != "--device"} == {
+        ("chat", "--transfer"), ("trace", "--transfer"), ("bench decode", "--transfer"),
+        ("bench card-memory", "--transfer"), ("chat", "--vram"), ("trace", "--vram"), ("bench decode", "--vram"),
+        ("bench card-memory", "--vram"), ("bench prefill", "--vram"), ("chat", "--ram-cache"), ("trace", "--ram-cache"),
+        ("bench trace", "--ram-cache"),
+    }  # fmt: skip

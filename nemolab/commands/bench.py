@@ -5,18 +5,19 @@ from collections.abc import Callable
 import click
 
 from nemolab.commands.bench_card import card_memory, decode_table, linear, moe_step, parse_trial, prefill
-from nemolab.commands.measured import answer_with_rows, plain
-from nemolab.commands.verb import (
-    Answer,
-    FiniteRange,
-    PathName,
-    checkpoint_argument,
+from nemolab.commands.bench_turns import turns
+from nemolab.commands.device import (
+    EVERY,
+    cache_size,
+    device_option,
+    ram_cache_option,
+    refuse_on_cpu,
     refuse_rows_of_twins,
-    table,
-    verb,
+    transfer_option,
     vram_option,
 )
-from nemolab.errors import UsageError
+from nemolab.commands.measured import answer_with_rows, plain
+from nemolab.commands.verb import Answer, FiniteRange, PathName, checkpoint_argument, table, verb
 
 
 @click.group("bench")
@@ -52,10 +53,8 @@ def common_options(function: Callable) -> Callable:
 @verb("decode")
 @checkpoint_argument
 @click.option("--tokens", type=click.IntRange(min=1), default=None, help="Fed one by one a sample. [default: 64; 16]")
-@click.option("--device", default="cpu", show_default=True, metavar="cpu|cuda", help="Where the engine runs.")
-@click.option(
-    "--transfer", default=None, metavar="pull|rows|grouped|whole|all", help="How experts come. [default: pull]"
-)
+@device_option()
+@transfer_option(every=True)
 @click.option(
     "--cached", type=FiniteRange(0, 1, min_open=True), default=None, help="Share of experts in RAM. [default: 0.24]"
 )
@@ -96,16 +95,14 @@ def decode(path, tokens, device, repeats, threads, record, **on_a_card):
     if device == "cpu":
         from nemolab.measure.bench import bench_decode
 
-        if given:
-            words = {"own": "own-routing", "trials": "trial"}
-            names = ", ".join(f"--{words.get(name, name)}" for name in given)
-            raise UsageError(f"{names}: for an engine on a card; add --device cuda")
+        words = {"own": "own_routing", "trials": "trial"}
+        refuse_on_cpu(device, **{words.get(name, name): value for name, value in given.items()})
         return answer_with_rows(bench_decode(path, tokens=tokens or 64, repeats=repeats, threads=threads), record)
     from nemolab.engine.transfers import DEFAULT, TRANSFERS
     from nemolab.measure.bench_card_decode import bench_card_decode
 
     transfer = given.pop("transfer", DEFAULT)
-    given["transfers"] = TRANSFERS if transfer == "all" else (transfer,)
+    given["transfers"] = TRANSFERS if transfer == EVERY else (transfer,)
     given["vram_gib"] = given.pop("vram", None)
     given["trials"] = [parse_trial(word) for word in given.pop("trials", ())]
     refuse_rows_of_twins(record, device)
@@ -143,16 +140,16 @@ def expert(shape, experts, active, repeats, threads, record):
 @verb("trace")
 @checkpoint_argument
 @click.option("--tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Fed one by one a round.")
-@click.option("--slots", type=click.IntRange(min=1), default=None, help="Blocks in RAM. Default: all of them.")
+@ram_cache_option
 @click.option(
     "--prefetch", type=click.IntRange(min=0), default=0, show_default=True, help="Guesses read ahead a layer."
 )
 @common_options
-def trace(path, tokens, slots, prefetch, repeats, threads, record):
+def trace(path, tokens, ram_cache, prefetch, repeats, threads, record):
     """Decode while it is recorded, against decode that is not.
 
     slowdown is the time of a recorded token over that of a plain one. What is derived from it after an answer (guesses
-    for three layers, counts of active neurons) is derive_ms. By default all experts are cached: no read hides the cost.
+    for three layers, counts of active neurons) is derive_ms. With all experts in RAM no read hides the cost.
 
     \b
     Examples:
@@ -161,7 +158,8 @@ def trace(path, tokens, slots, prefetch, repeats, threads, record):
     """
     from nemolab.measure.bench_trace import bench_trace
 
-    return answer_with_rows(bench_trace(path, tokens, repeats, threads, slots, prefetch), record)
+    found = bench_trace(path, tokens, repeats, threads, prefetch, **cache_size(ram_cache))
+    return answer_with_rows(found, record)
 
 
 @verb("repack")
@@ -250,6 +248,7 @@ def bookkeeping(prefetch, policy, tokens, repeats, record):
 
 bench.add_command(decode)
 bench.add_command(prefill)
+bench.add_command(turns)
 bench.add_command(card_memory)
 bench.add_command(expert)
 bench.add_command(repack)

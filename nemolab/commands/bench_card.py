@@ -4,14 +4,15 @@ import statistics
 
 import click
 
+from nemolab.commands.device import TRANSFERS, device_option, refuse_rows_of_twins, transfer_option, vram_option
 from nemolab.commands.measured import answer_with_rows
-from nemolab.commands.verb import Answer, checkpoint_argument, refuse_rows_of_twins, verb, vram_option
+from nemolab.commands.verb import Answer, checkpoint_argument, verb
 from nemolab.errors import UsageError
 
 
 @verb("prefill")
 @checkpoint_argument
-@click.option("--device", default="cuda", show_default=True, metavar="cuda|cuda:1", help="Which card.")
+@device_option("cuda")
 @click.option("--tokens", type=click.IntRange(min=1), default=2048, show_default=True, help="Of the prompt.")
 @vram_option()
 @click.option("--from-disk/--from-ram", default=True, show_default=True, help="Once more with no expert in RAM, too.")
@@ -38,11 +39,11 @@ def prefill(path, device, tokens, vram, from_disk, repeats, record):
 
 @verb("card-memory")
 @checkpoint_argument
-@click.option("--device", default="cuda", show_default=True, metavar="cuda|cuda:1", help="Which card.")
+@device_option("cuda")
 @vram_option("8GiB")
 @click.option("--prompt", "prompt_tokens", type=click.IntRange(min=1), default=8192, show_default=True, help="Tokens.")
 @click.option("--tokens", type=click.IntRange(min=1), default=16, show_default=True, help="Fed behind the prompt.")
-@click.option("--transfer", default="pull", show_default=True, metavar="pull|rows|grouped|whole")
+@transfer_option(TRANSFERS[0])
 @click.option("--record", is_flag=True, help="Keep the figures as rows in data/measurements.")
 def card_memory(path, device, vram, prompt_tokens, tokens, transfer, record):
     """Does a long prompt stay within the memory that was allowed?

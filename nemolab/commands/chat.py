@@ -7,12 +7,11 @@ from collections.abc import Iterator
 
 import click
 
+from nemolab.commands.device import cache_size, device_options, place, ram_cache_option
 from nemolab.commands.verb import (
     Answer,
     checkpoint_argument,
-    device_options,
     engine_path,
-    ram_cache_option,
     sampling_options,
     settings,
     share_cores,
@@ -21,7 +20,7 @@ from nemolab.commands.verb import (
 )
 from nemolab.errors import NemolabError, UsageError
 from nemolab.progress import say
-from nemolab.units import Budget, show_bytes
+from nemolab.units import show_bytes
 
 
 @verb("chat")
@@ -58,10 +57,10 @@ def chat(
     """
     if prompt is None and settings().as_json:
         raise UsageError("chat --json answers one question: add --prompt TEXT")
+    where = place(device, transfer, vram)
     share_cores()
     from nemolab.engine import Engine
 
-    budget = ram_cache or Budget()
     ask = {
         "think": think,
         "max_tokens": max_tokens,
@@ -71,9 +70,7 @@ def chat(
         "seed": seed,
     }
     path = engine_path(path, store)
-    cache = {"ram_cache_gib": budget.gib, "ram_cache_slots": budget.slots, "prefetch": prefetch}
-    where = {"device": device, "transfer": transfer, "vram_gib": vram}
-    with Engine(path, store=store, **cache, **where) as engine:
+    with Engine(path, store=store, prefetch=prefetch, **cache_size(ram_cache), **where) as engine:
         for note in engine.notes:
             say(f"note: {note}")
         say(engine.budget.line())

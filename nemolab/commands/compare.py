@@ -5,11 +5,11 @@ from datetime import datetime
 
 import click
 
+from nemolab.commands.device import device_option, refuse_rows_of_twins
 from nemolab.commands.verb import (
     Answer,
     PathName,
     checkpoint_argument,
-    refuse_rows_of_twins,
     settings,
     share_cores,
     store_option,
@@ -43,7 +43,7 @@ RECORDED_OF_CARDS = {
     metavar="FOLDER|FILE",
     help="Compare on these .txt files instead of data/texts.",
 )
-@click.option("--device", default="cpu", show_default=True, metavar="cpu|cuda", help="Where the engine runs.")
+@device_option()
 @click.option("--record", is_flag=True, help="Keep the figures as rows in data/measurements.")
 def compare(path, store, texts, device, record):
     """Does the engine compute what the model is?

@@ -5,13 +5,12 @@ from typing import Any
 
 import click
 
+from nemolab.commands.device import cache_size, device_options, place, ram_cache_option
 from nemolab.commands.verb import (
     Answer,
     PathName,
     checkpoint_argument,
-    device_options,
     engine_path,
-    ram_cache_option,
     sampling_options,
     share_cores,
     store_option,
@@ -20,7 +19,7 @@ from nemolab.commands.verb import (
 )
 from nemolab.errors import UsageError
 from nemolab.progress import progress_bar, say
-from nemolab.units import Budget, show_bytes
+from nemolab.units import show_bytes
 
 COLUMNS = ("tokens", "lookups", "hits", "misses", "hit_rate", "reads_per_token", "bytes_per_token")
 
@@ -75,6 +74,7 @@ def trace(
         raise UsageError("give either --prompts FILE or --texts DIR")
     if texts is not None and (think or temperature or top_p != 1 or seed):
         raise UsageError("--think, --temperature, --top-p and --seed are for answers; with --texts nothing is sampled")
+    where = place(device, transfer, vram)
     share_cores()
     from nemolab.engine import Engine
     from nemolab.engine.conversations import record_chats, record_texts, summarise
@@ -87,10 +87,8 @@ def trace(
         raise UsageError(f"--policy {policy!r}: an engine's cache runs {', '.join(online)}")
     check_target(to)
     work = read_prompts(prompts) if prompts is not None else read_texts(texts)
-    budget = ram_cache or Budget()
-    cache = {"ram_cache_gib": budget.gib, "ram_cache_slots": budget.slots, "prefetch": prefetch, "policy": policy}
+    cache = {"prefetch": prefetch, "policy": policy, **cache_size(ram_cache)}
     model = engine_path(path, store)
-    where = {"device": device, "transfer": transfer, "vram_gib": vram}
     with Engine(model, store=store, **cache, **where) as engine:
         for note in engine.notes:
             say(f"note: {note}")

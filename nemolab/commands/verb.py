@@ -110,12 +110,6 @@ def share_cores() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def refuse_rows_of_twins(record: bool, device: str) -> None:
-    """Rows measured with `--device twin` would stand among those of cards. Raises UsageError."""
-    if record and device == "twin":
-        raise UsageError("--record with --device twin: twins on the CPU show that it works, and are no card")
-
-
 def to_json(document: Any) -> str:
     """Strict JSON: infinities and NaN become null, numpy numbers and paths become what they stand for."""
     unicode_out = (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "") == "utf8"
@@ -162,20 +156,6 @@ store_option = click.option(
 )
 
 
-def _budget(context, parameter, value):
-    from nemolab.units import parse_budget
-
-    return None if value is None else parse_budget(value)
-
-
-ram_cache_option = click.option(
-    "--ram-cache",
-    callback=_budget,
-    metavar="SIZE|Nslots",
-    help="RAM for experts: 4GiB, 500MiB, 2GB or 48slots (blocks). Default: the engine's choice.",
-)
-
-
 def engine_path(path: Any, store: Any) -> Any:
     """PATH as the engine takes it: None where a store was named and a checkpoint was not."""
     from click.core import ParameterSource
@@ -202,34 +182,6 @@ def sampling_options(function: Callable) -> Callable:
     ):
         function = option(function)
     return function
-
-
-def device_options(function: Callable) -> Callable:
-    """--device, --transfer, --vram: where a model runs, as `Engine` takes it."""
-    for option in (
-        vram_option(),
-        click.option(
-            "--transfer", metavar="WAY", help="How experts reach a card: pull (default), rows, grouped, whole."
-        ),
-        click.option("--device", default="cpu", show_default=True, metavar="cpu|cuda", help="cuda:1 is a second card."),
-    ):
-        function = option(function)
-    return function
-
-
-def vram_option(default: str | None = None) -> Callable:
-    """--vram: what may be taken of a card's memory, as GiB; without a default, None."""
-    words = "Of a card's memory, such as 8GiB." + ("" if default else " Default: all.")
-    return click.option("--vram", callback=_vram, default=default, show_default=True, metavar="SIZE", help=words)
-
-
-def _vram(context, parameter, value):
-    from nemolab.units import parse_size
-
-    try:
-        return None if value is None else parse_size(value) / 2**30
-    except UsageError as error:
-        raise UsageError(f"--vram: {error}") from None
 
 
 def table(headers: list[str], rows: list[list[Any]]) -> str:

@@ -23,13 +23,14 @@ def bench_trace(
     tokens: int = 128,
     repeats: int = 15,
     threads: int | None = None,
-    slots: int | None = None,
     prefetch: int = 0,
+    ram_cache_gib: float | None = None,
+    ram_cache_slots: int | None = None,
 ) -> dict[str, Any]:
     """One token at a time, recorded and not. What is derived (guesses, counts) is timed apart, as after an answer.
 
     tokens    fed one by one a round, behind a prompt of 32
-    slots     blocks in RAM; None: all, so that no read hides what recording costs
+    ram_cache_gib, ram_cache_slots  room for experts, as `Engine` takes it; with all of them no read hides the cost
     returns   plain_ms, recorded_ms (medians a token), slowdown (recorded / plain), slowdowns (one a round), derive_ms
               (median a token, after the answer), bytes_per_token (of the arrays), rows
     """
@@ -37,7 +38,8 @@ def bench_trace(
 
     if repeats < 3:
         raise UsageError(f"{repeats} rounds give no median and no spread; take at least 3")
-    with Engine(path, threads=threads, ram_cache_slots=slots, prefetch=prefetch) as engine:
+    cache = {"ram_cache_gib": ram_cache_gib, "ram_cache_slots": ram_cache_slots, "prefetch": prefetch}
+    with Engine(path, threads=threads, **cache) as engine:
         say(engine.budget.line())
         turns = _Turns(engine, tokens)
         before = engine.stats()["decode"]["misses"]
