@@ -41,6 +41,13 @@ def test_the_default_is_everything_or_half_of_what_may_be_taken(machine):
     assert memory.plan_cache(4096, 10**8, 2, ring=8).size_bytes == 10 * GIB
 
 
+@pytest.mark.parametrize("slots", [0, -1, True, "3", 3.0, 2**63, 10**400])
+def test_numbers_of_slots_that_cannot_be_are_refused_in_a_line(slots):
+    with pytest.raises(EngineError, match="ram_cache_slots is .*; a whole number of blocks") as refused:
+        memory.plan_cache(4096, 100, 2, slots=slots)
+    assert len(str(refused.value)) < 200
+
+
 def test_the_default_leaves_room_for_the_dense_weights(machine):
     machine(32, 22)
     assert memory.plan_cache(4096, 10**8, 2, dense_bytes=13 * GIB).size_bytes == 7 * GIB

@@ -168,9 +168,10 @@ def test_a_place_that_is_not_there_is_refused_before_a_store_is_made(tmp_path, m
         {"device": "twin", "transfer": "push"},
         {"vram_gib": 8},
         {"threads": 0},
+        *({"reader_threads": count} for count in (0, None, True, "4", 4.0, float("nan"), 10**6)),
     )
     for settings in wrong:
-        with pytest.raises(EngineError):
+        with pytest.raises(EngineError, match=next(reversed(settings))):
             Engine(model, **settings)
     assert not (tmp_path / "cache").exists()
     with Engine(model, threads=1):

@@ -39,12 +39,12 @@ def find_store(path: str | Path | None, store: Store | str | Path | None, layout
     return Store.open(path if is_store else ensure_store(path, layout=layout))
 
 
-def check_threads(threads: int | None) -> int:
+def check_threads(threads: int | None, reader_threads: int) -> int:
     """How many threads compute. Raises EngineError for what is no number of threads."""
-    if threads is None:
-        return torch.get_num_threads()
-    if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= 1024:
-        raise EngineError(f"threads is {threads!r}; a whole number from 1 to 1024 is needed")
+    threads = torch.get_num_threads() if threads is None else threads
+    for name, count in (("threads", threads), ("reader_threads", reader_threads)):
+        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 1024:
+            raise EngineError(f"{name} is {show(count)}; a whole number from 1 to 1024 is needed")
     return threads
 
 

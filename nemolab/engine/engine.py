@@ -109,7 +109,7 @@ class Engine:
     ):
         self._model = self._cache = self._team = self._card = None
         self._recorder = self._told = None  # who records, and who the model was told of
-        self.threads = check_threads(threads)
+        self.threads = check_threads(threads, reader_threads)
         device = check_place(device, transfer, vram_gib, trials)
         self.store = find_store(path, store, layout)
         self.config = self.store.config
@@ -166,9 +166,8 @@ class Engine:
             self._model = None
 
     def _close_part(self, name: str) -> None:
-        held = getattr(self, name)
-        if held is not None:
-            held.close()
+        if getattr(self, name) is not None:
+            getattr(self, name).close()
         setattr(self, name, None)  # not before: what an interrupt leaves unclosed is closed the next time
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nemolab.engine.passes import show
 from nemolab.errors import EngineError
 from nemolab.system.memory import Memory, read_memory
 from nemolab.units import show_bytes
@@ -101,12 +102,12 @@ def plan_cache(
 
 def _wanted_bytes(block_bytes: int, gib: float | None, slots: int | None) -> int | None:
     if slots is not None:
-        if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
-            raise EngineError(f"ram_cache_slots is {slots!r}; a whole number of blocks, 1 or more, is needed")
+        if isinstance(slots, bool) or not isinstance(slots, int) or not 1 <= slots < 2**63:
+            raise EngineError(f"ram_cache_slots is {show(slots)}; a whole number of blocks, 1 or more, is needed")
         return slots * block_bytes
     if gib is not None:
         if isinstance(gib, bool) or not isinstance(gib, int | float) or not 0 < gib < 2**33:
-            raise EngineError(f"ram_cache_gib is {gib!r}; a positive number of GiB is needed")
+            raise EngineError(f"ram_cache_gib is {show(gib)}; a positive number of GiB is needed")
         return int(gib * 2**30)
     return None
 
