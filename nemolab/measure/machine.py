@@ -34,6 +34,11 @@ def one_line(facts: dict[str, Any] | None = None) -> str:
     return f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']} GiB, {gpu}"
 
 
+def same_machine(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Processor, cores and card are alike; programs on it may differ, and the memory that is left to us."""
+    return all(one[field] == other[field] for field in ("cpu", "cores", "gpu"))
+
+
 def versions() -> dict[str, str]:
     """Python, nemolab and the packages that compute: the last cell of a notebook."""
     from nemolab import __version__

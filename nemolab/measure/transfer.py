@@ -9,11 +9,12 @@ pull      as rows, but up is read in place, too
 from __future__ import annotations
 
 from math import isclose
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nemolab.checkpoint.formats import GROUP
 from nemolab.engine.transfers import TRANSFERS
-from nemolab.measure.rows import latest
+from nemolab.measure.machine import same_machine
+from nemolab.measure.rows import latest_run, runs_with
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -54,30 +55,60 @@ def groups_if_independent(active: float) -> float:
 
 
 def read_timed(active: float, inter: int = 2688, width: int = 1024) -> pd.DataFrame:
-    """The newest recorded MoE steps at about this share of active neurons, one row a strategy; the shape is Super's.
+    """The newest recorded run of MoE steps at about this share of active neurons, one row a strategy; Super's shape.
 
-    returns  columns strategy (pull_graph: pull as a CUDA graph), floor_us, us, low_us, high_us, of_floor, bytes_copied,
-             bytes_in_place (of all experts of a token), experts, active, and row, the measurement itself
-    Raises NemolabError when none was recorded.
+    returns  columns strategy (pull_graph: pull as a CUDA graph), floor_us, us, low_us, high_us, of_floor, of_whole (the
+             median over that of the strategy `whole`), bytes_copied, bytes_in_place (of all experts of a token),
+             experts, active, and row, the measurement itself
+    Raises NemolabError when no run has them all.
     """
     import pandas as pd
 
+    run = latest_run(_STEPS, **_like(active, inter, width))
     rows = []
-    for name in (*TRANSFERS, "pull_graph"):
-        row = latest(f"moe_step.{name}", inter=inter, width=width, active=lambda a: isclose(a, active, abs_tol=0.005))
+    for name, row in run.items():
         settings = row["settings"]
         rows.append(
             {
-                "strategy": name,
+                "strategy": name.partition(".")[2],
                 "us": row["median"],
                 "low_us": row["low"],
                 "high_us": row["high"],
                 "of_floor": row["median"] / settings["floor_us"],
+                "of_whole": row["median"] / run["moe_step.whole"]["median"],
                 **{key: settings[key] for key in ("floor_us", "bytes_copied", "bytes_in_place", "experts", "active")},
                 "row": row,
             }
         )
     return pd.DataFrame(rows)
+
+
+def read_of_floor(active: float, inter: int = 2688, width: int = 1024) -> pd.DataFrame:
+    """Median over floor in every recorded run like that of `read_timed`: its share of active neurons, shape, machine.
+
+    returns  one row a run, oldest first; a column for each strategy, and commit
+    """
+    import pandas as pd
+
+    runs = runs_with(_STEPS, **_like(active, inter, width))
+    newest = runs[-1]["moe_step.whole"]
+    found = []
+    for run in runs:
+        row = run["moe_step.whole"]
+        if (
+            same_machine(row["machine"], newest["machine"])
+            and row["settings"]["experts"] == newest["settings"]["experts"]
+        ):
+            ratios = {name.partition(".")[2]: row["median"] / row["settings"]["floor_us"] for name, row in run.items()}
+            found.append(ratios | {"commit": row["commit"]})
+    return pd.DataFrame(found)
+
+
+_STEPS = [f"moe_step.{name}" for name in (*TRANSFERS, "pull_graph")]
+
+
+def _like(active: float, inter: int, width: int) -> dict[str, Any]:
+    return {"inter": inter, "width": width, "active": lambda share: isclose(share, active, abs_tol=0.005)}
 
 
 def tabulate_crossing(experts: dict[str, dict[str, Crossing]]) -> pd.DataFrame:

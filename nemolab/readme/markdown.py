@@ -29,15 +29,21 @@ def markdown_table(headers: list[str], rows: list[list[str]]) -> str:
 
 
 def how_taken(rows) -> str:
-    """Machine, day and code of rows that share a table; what differs between them is all said."""
+    """Machine, day and code of rows that share a table; what differs between them is all said, runs are counted.
+
+    Rows of before there was a `run` (`measure.rows`) do not tell whether they are of one, unless their table asks.
+    """
     from nemolab.measure import one_line
 
     machines = dict.fromkeys(one_line(row["machine"]) for row in rows)
     codes = dict.fromkeys(
         f"{row['time'][:10]}, commit {row['commit']}{' with changes' if row['dirty'] else ''}" for row in rows
     )
-    return "; ".join([*machines, *codes])
+    runs = {row["settings"].get("run") for row in rows}
+    return "; ".join([*machines, *codes, *([f"{len(runs)} runs"] if len(runs) > 1 and None not in runs else [])])
 
 
 def spread(row) -> str:
-    return f"{row['median']:.3g} ({row['low']:.3g} to {row['high']:.3g})"
+    """Median, least and most of a row, in three digits or, from 1,000 on, as whole numbers."""
+    median, low, high = (f"{row[of]:,.0f}" if row[of] >= 1000 else f"{row[of]:.3g}" for of in ("median", "low", "high"))
+    return f"{median} ({low} to {high})"

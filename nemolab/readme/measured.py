@@ -39,40 +39,36 @@ def compared_texts(device: str | None, more: tuple[str, ...] = ()) -> tuple[list
 
     device  None: the CPU's engine; more: names of further figures
     """
-    from nemolab.measure import latest
-
     names = ("ppl_reference", "ppl_engine", "kl_mean", "kl_mean_decode", "greedy_match", *more)
-    texts, taken = [], []
-    for text in _compared("compare.kl_mean", "text", device):
-        got = {name: latest(f"compare.{name}", model="tiny", text=text, device=device) for name in names}
-        texts.append((text, {name: row["median"] for name, row in got.items()}, got["kl_mean"]["settings"]))
-        taken.append(got["kl_mean"])
-    return texts, taken
+    found: dict[str, dict] = {}
+    for row in newest_comparison(device):
+        if "text" in row["settings"]:
+            found.setdefault(row["settings"]["text"], {})[row["name"].partition(".")[2]] = row
+    texts = [
+        (text, {name: got[name]["median"] for name in names}, got["kl_mean"]["settings"]) for text, got in found.items()
+    ]
+    return texts, [got["kl_mean"] for got in found.values()]
 
 
 def broken_models(device: str | None) -> tuple[list, str]:
-    """The rows of models broken on purpose, and a sentence."""
-    from nemolab.measure import latest
-
-    rows = {
-        name: latest("compare.control_ppl", model="tiny", control=name, device=device)
-        for name in _compared("compare.control_ppl", "control", device)
-    }
-    worse = ", ".join(f"{name} {row['median']:,.0f}" for name, row in rows.items())
-    return list(rows.values()), f"The same measure on models broken on purpose (PPL over all texts): {worse}."
+    """The rows of models broken on purpose in that comparison, and a sentence."""
+    rows = [row for row in newest_comparison(device) if row["name"] == "compare.control_ppl"]
+    worse = ", ".join(f"{row['settings']['control']} {row['median']:,.0f}" for row in rows)
+    return rows, f"The same measure on models broken on purpose (PPL over all texts): {worse}."
 
 
-def _compared(measured: str, of: str, device: str | None) -> list[str]:
-    """What was compared of the shipped model; rows of other models and devices may stand beside."""
-    from nemolab.measure import read_rows
+def newest_comparison(device: str | None) -> list:
+    """All rows of the newest comparison of the shipped model; those of other models and devices may stand beside."""
+    from nemolab.measure import latest_run, read_rows
 
-    found = [row for row in read_rows(measured)["settings"] if row["model"] == "tiny" and row.get("device") == device]
-    return list(dict.fromkeys(row[of] for row in found))
+    names = ["compare.kl_mean", "compare.control_ppl"]
+    run = latest_run(names, model="tiny", device=device)["compare.kl_mean"]["run"]
+    return [row for _, row in read_rows("compare.*").iterrows() if row["run"] == run]
 
 
 def speed_table() -> str:
     """Decode and experts, as ratios to a rival in the same run, from the newest recorded benchmarks."""
-    from nemolab.measure import latest
+    from nemolab.measure import latest, latest_run
 
     experts = "44 experts of Nemotron-3-Super's shape"
     all_active, few_active = ({"shape": "super", "active": partial(isclose, a, abs_tol=0.01)} for a in (1.0, 0.075))
@@ -83,14 +79,15 @@ def speed_table() -> str:
     ]
     rows, taken = [], []
     for what, rival, name, row_of_rival, settings in cases:
-        theirs, ours, ratio = (latest(f"{name}.{part}", **settings) for part in (row_of_rival, "engine", "ratio"))
+        names = [f"{name}.{part}" for part in (row_of_rival, "engine", "ratio")]
+        theirs, ours, ratio = latest_run(names, **settings).values()
         rows.append([what, rival, spread(theirs), spread(ours), spread(ratio), len(ratio["values"])])
         taken.append(ratio)
     headers = ["what", "baseline", "baseline, ms:", "nemolab, ms:", "times faster:", "samples:"]
     threads = " or ".join(dict.fromkeys(str(row["settings"]["threads"]) for row in taken))
     how = f"{how_taken(taken)}; {threads} threads. Median (least to most); both sides in turns in one run."
-    engine, cached = (latest(f"expert.{part}", **all_active) for part in ("engine", "cached"))
-    gb_s = _bandwidth_of(engine)
+    engine, cached = latest_run(["expert.engine", "expert.cached"], **all_active).values()
+    gb_s = latest("expert.read_bandwidth", run=engine["run"])["median"]
     read_bytes = engine["settings"]["bytes_read"]
     floor_ms = read_bytes / gb_s / 1e6
     bound = (
@@ -101,21 +98,14 @@ def speed_table() -> str:
     return f"{how}\n\n{markdown_table(headers, rows)}\n\n{bound}"
 
 
-def _bandwidth_of(row) -> float:
-    """GB/s read from memory in the run of a row: the measurement recorded right after it."""
-    from nemolab.measure import read_rows
-
-    measured = read_rows("expert.read_bandwidth")
-    return measured[measured["time"] >= row["time"]].iloc[0]["median"]
-
-
 def repack_table() -> str:
     """Repack beside a plain direct copy of the same bytes, from the newest recorded benchmark of each layout."""
-    from nemolab.measure import latest
+    from nemolab.measure import latest_run
 
     rows, taken = [], []
     for layout in ("neuron", "source"):
-        copy, repack, share = (latest(f"repack.{part}", layout=layout) for part in ("copy", layout, "of_copy"))
+        names = [f"repack.{part}" for part in ("copy", layout, "of_copy")]
+        copy, repack, share = latest_run(names, layout=layout).values()
         size_gb = f"{share['settings']['store_bytes'] / 1e9:.2f}"
         rows.append([layout, size_gb, spread(copy), spread(repack), spread(share), len(share["values"])])
         taken.append(share)
@@ -130,14 +120,14 @@ def repack_table() -> str:
 
 def replay_table() -> str:
     """The replay's own speed by policy, libCacheSim's trace runner beside it, and what recording costs."""
-    from nemolab.measure import latest
+    from nemolab.measure import latest_run
     from nemolab.simulate import POLICY_NAMES
 
-    policies = [latest(f"replay.{policy.replace('-', '_')}") for policy in POLICY_NAMES]
-    rows = [[row["settings"]["policy"], spread(row), len(row["values"])] for row in policies]
     names = ("curve", "of_libcachesim", "libcachesim", "one_by_one", "curve_of_libcachesim")
-    curve, faster, theirs, ours, by_curve = (latest(f"replay.{name}") for name in names)
-    recording, derive = (latest(f"trace.{name}", model="tiny") for name in ("slowdown", "derive"))
+    run = latest_run([f"replay.{name}" for name in (*names, *(name.replace("-", "_") for name in POLICY_NAMES))])
+    curve, faster, theirs, ours, by_curve, *policies = run.values()
+    rows = [[row["settings"]["policy"], spread(row), len(row["values"])] for row in policies]
+    recording, derive = latest_run(["trace.slowdown", "trace.derive"], model="tiny").values()
     made, sizes = policies[0]["settings"], faster["settings"]["sizes"]
     return (
         f"{how_taken([*policies, curve, faster, recording])}. {made['lookups']:,} lookups of a synthetic trace of"
