@@ -12,7 +12,7 @@ class FakeCard(StandIn):
         super().__init__()
         used = reserved + (beside or 0) if used is None else used
         self.usage = Usage(reserved, reserved, beside, used, total)
-        self.limits, self.released, self.begun, self.kept_bytes = [], 0, 0, 0
+        self.limits, self.released, self.begun, self.kept_bytes, self.passes = [], 0, 0, 0, 0
 
     def change(self, **fields):
         self.usage = self.usage._replace(**fields)
@@ -24,8 +24,12 @@ class FakeCard(StandIn):
         self.released += 1
         self.change(reserved_bytes=self.usage.reserved_bytes - self.kept_bytes)
 
-    def begin(self):
-        self.begun += 1
+    def enter(self, watched):
+        self.begun += watched
+        self.passes += 1
+
+    def leave(self):
+        self.passes -= 1
 
     def look(self):
         return self.usage

@@ -8,8 +8,9 @@ import pytest
 import torch
 from fake_cards import GIB, MIB, FakeCard
 
+from nemolab.engine.gpu.beside import ASSUMED, DIFFERENCE
 from nemolab.engine.gpu.device import Card
-from nemolab.engine.gpu.guard import SPARE_BYTES, Guard
+from nemolab.engine.gpu.guard import SPARE_BYTES, WATCHED_TOKENS, Guard
 from nemolab.errors import EngineError, StoreError
 
 
@@ -34,7 +35,7 @@ def test_torch_gets_what_the_budget_leaves_as_planned_or_as_found():
 
 def test_a_difference_that_falls_again_loosens_the_limit_and_is_called_one():
     card = FakeCard()
-    card.change(told=False)
+    card.change(source=DIFFERENCE)
     guard = make_guard(card)
     guard.run(5, "a prompt", lambda: card.change(beside_bytes=3 * GIB))
     guard.run(5, "a prompt", lambda: card.change(beside_bytes=800 * MIB))
@@ -44,6 +45,32 @@ def test_a_difference_that_falls_again_loosens_the_limit_and_is_called_one():
     card.change(beside_bytes=3 * GIB + MIB)
     with pytest.raises(EngineError, match=r"3\.00 GiB beside it \(a difference: what another program took .*\)"):
         guard.run(5, "a prompt", lambda: None)
+
+
+def test_a_figure_that_nobody_tells_any_more_is_not_told():
+    card = FakeCard()
+    guard = make_guard(card)
+    guard.run(5, "a prompt", lambda: card.change(source=ASSUMED, beside_bytes=3 * GIB))
+    guard.run(5, "a prompt", lambda: card.change(beside_bytes=800 * MIB))
+    assert card.limits[2:] == [4 * GIB - 800 * MIB - SPARE_BYTES]
+    card.change(beside_bytes=4 * GIB)
+    with pytest.raises(EngineError, match=r"4\.00 GiB beside it \(assumed: the driver does not tell\)"):
+        guard.run(5, "a prompt", lambda: None)
+
+
+def test_whatever_may_take_memory_is_a_pass_until_it_was_looked_at(monkeypatch):
+    card, seen = FakeCard(), []
+    guard, look = make_guard(card), card.look
+    monkeypatch.setattr(card, "look", lambda: (seen.append(card.passes), look())[1])
+    for run in (
+        lambda work: guard.run(5, "", work),
+        lambda work: guard.load("", work),
+        lambda work: guard.take("", work),
+    ):
+        run(lambda: seen.append(card.passes))
+    with pytest.raises(ZeroDivisionError):
+        guard.run(5, "", lambda: 1 / 0)
+    assert set(seen) == {1} and len(seen) == 3 + 2 + 3 and card.passes == 0
 
 
 def test_a_limit_that_was_not_lifted_is_lifted_the_next_time(monkeypatch):
@@ -69,11 +96,12 @@ def test_prompts_and_the_first_tokens_are_watched_and_later_ones_ever_more_rarel
     card = FakeCard()
     guard = make_guard(card)
     watched = []
-    for tokens in [9, *[1] * 40, 0, 1]:
+    for tokens in [9, *[1] * 800, 0, 1]:
         before = card.begun
         guard.run(tokens, "", lambda: None)
         watched.append(card.begun > before)
-    assert [number for number, was in enumerate(watched) if was] == [0, 1, 2, 4, 8, 16, 32, 41, 42]
+    expected = [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 768, 801, 802]
+    assert [number for number, was in enumerate(watched) if was] == expected and WATCHED_TOKENS == 256
 
 
 def test_a_process_above_its_budget_is_told_so_before_it_goes_on():

@@ -12,7 +12,7 @@ from weakref import WeakSet
 import torch
 
 from nemolab.engine.gpu import allocator
-from nemolab.engine.gpu.beside import DIFFERENCE, beside_of
+from nemolab.engine.gpu.beside import ASSUMED, TOLD, beside_of
 from nemolab.engine.gpu.stretches import CardGraphs, Repeats
 from nemolab.errors import EngineError, StoreError
 from nemolab.store.page_lock import Driver
@@ -25,7 +25,7 @@ class Usage(NamedTuple):
 
     allocated  torch's tensors; reserved  held by torch; beside  held by this process beside torch, None: not known
     used       by everybody; total  there are
-    told       beside is what the driver tells of this process; else a difference, which may count others in
+    source     how beside is known (see `nemolab.engine.gpu.beside`): a difference may count others in
     """
 
     allocated_bytes: int
@@ -33,7 +33,7 @@ class Usage(NamedTuple):
     beside_bytes: int | None
     used_bytes: int
     total_bytes: int
-    told: bool = True
+    source: str = TOLD
 
     @property
     def free_bytes(self) -> int:
@@ -47,21 +47,31 @@ class Card:
     Raises EngineError where there is none that can be used.
     """
 
-    _limited: WeakSet[Card] = WeakSet()  # those with a limit: torch keeps one for the whole process
+    _open: WeakSet[Card] = WeakSet()  # torch keeps one account, and one limit, for the whole process
+    _limited: WeakSet[Card] = WeakSet()
 
     def __init__(self, index: int):
         _check_card(index)
         self._beside, self._limit_bytes = beside_of(index), None  # looked at before this process touches the card
-        self._beside.begin(torch.cuda.memory_reserved(index))  # 0 where torch has not begun, which this does not change
-        self.torch_device = torch.device("cuda", index)
-        torch.cuda.set_device(self.torch_device)
+        self._beside.enter(torch.cuda.memory_reserved(index))  # 0 where torch has not begun, which this does not change
         try:
+            self.torch_device = torch.device("cuda", index)
+            torch.cuda.set_device(self.torch_device)
             self.locker = Driver(index)
+            properties = torch.cuda.get_device_properties(self.torch_device)
+            self.name, self.total_bytes = properties.name, properties.total_memory
+            self._beside.look(torch.cuda.memory_reserved(index))  # the context is ours
         except StoreError as problem:
             raise EngineError(str(problem)) from None
-        properties = torch.cuda.get_device_properties(self.torch_device)
-        self.name, self.total_bytes = properties.name, properties.total_memory
-        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        finally:
+            self._beside.leave()
+        if not any(card.torch_device == self.torch_device for card in self._open):  # the peak would be theirs, too
+            torch.cuda.reset_peak_memory_stats(self.torch_device)
+        self._open.add(self)
+
+    def close(self) -> None:
+        """No engine uses it any more. Closing twice is fine."""
+        self._open.discard(self)
 
     def host_tensor(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """A small page-locked tensor that copies to and from the card need not wait for."""
@@ -120,22 +130,33 @@ class Card:
         """What torch keeps of freed memory goes back to the driver."""
         allocator.give_back(self.torch_device)
 
-    def begin(self) -> None:
-        """Nothing of ours is under way: see `Beside.begin`."""
-        self._beside.begin(torch.cuda.memory_reserved(self.torch_device))
+    def expect(self, beside_bytes: int) -> None:
+        """So much is planned for what this process holds beside torch."""
+        self._beside.expect(beside_bytes)
+
+    def enter(self, watched: bool) -> None:
+        """A pass of this thread begins; watched: `look` comes before `leave`. See `Beside.enter`."""
+        self._beside.enter(torch.cuda.memory_reserved(self.torch_device) if watched else None)
+
+    def leave(self) -> None:
+        self._beside.leave()
 
     def look(self) -> Usage:
         free_bytes, total_bytes = torch.cuda.mem_get_info(self.torch_device)
         reserved_bytes = torch.cuda.memory_reserved(self.torch_device)
-        beside_bytes = self._beside.end(reserved_bytes)
+        beside_bytes = self._beside.look(reserved_bytes)
         allocated_bytes = torch.cuda.memory_allocated(self.torch_device)
-        used_bytes, told = total_bytes - free_bytes, self._beside.source != DIFFERENCE
-        return Usage(allocated_bytes, reserved_bytes, beside_bytes, used_bytes, total_bytes, told)
+        used_bytes = total_bytes - free_bytes
+        return Usage(allocated_bytes, reserved_bytes, beside_bytes, used_bytes, total_bytes, self._beside.source)
 
     def memory(self) -> dict:
-        """Bytes as found: by torch, beside it and how that is known, in use by everybody; and at the peak."""
-        usage, beside = self.look(), self._beside
-        how = beside.source if beside.bytes is not None else f"{beside.source} as planned: {beside.why_assumed}"
+        """Bytes as found: by torch, beside it and how that is known, in use by everybody; and at the peak.
+
+        The peak is the process's, since the first was opened of the engines that are open now.
+        """
+        usage, beside, how = self.look(), self._beside, self._beside.source
+        if how == ASSUMED:
+            how = f"{how} as {'planned' if beside.bytes is None else 'last found'}: {beside.why_assumed}"
         return {
             "allocated_bytes": usage.allocated_bytes,
             "reserved_bytes": usage.reserved_bytes,
@@ -195,7 +216,16 @@ class StandIn:
     def release(self) -> None:
         pass
 
-    def begin(self) -> None:
+    def expect(self, beside_bytes: int) -> None:
+        pass
+
+    def enter(self, watched: bool) -> None:
+        pass
+
+    def leave(self) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
     def look(self) -> Usage | None:

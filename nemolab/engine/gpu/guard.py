@@ -1,17 +1,22 @@
 """The budget of a card's memory, and passes over the layers under it: watched before, meanwhile and after.
 
-torch keeps to a limit by itself. What the process takes beside torch (`beside`) has no limit, so it is measured, again
-when kernels were compiled and graphs made, and torch gets what the budget leaves. A figure that the driver tells of
-this process only tightens torch's limit: what was taken once may be taken again. One that is a difference may count in
-what another program took meanwhile, so the limit follows it both ways.
+torch is limited, the rest is watched. torch keeps to a limit by itself: an allocation beyond it fails. What the process
+takes beside torch (`beside`: the driver, kernels, graphs) has none, so it is measured: around prompts, tokens 1, 2, 4
+and so on behind them, when kernels were compiled and graphs made, and every WATCHED_TOKENS. Then torch gets what the
+budget leaves. Between two looks the process may be above its budget by what was taken beside torch meanwhile.
+
+A figure that the driver tells of this process only tightens torch's limit: what was taken once may be taken again. One
+that is a difference may count in what another program took meanwhile, so the limit follows it both ways.
 """
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
+from nemolab.engine.gpu.beside import ASSUMED, DIFFERENCE, TOLD
 from nemolab.engine.gpu.device import Usage
 from nemolab.engine.gpu.plan import CardPlan
 from nemolab.errors import EngineError, StoreError
@@ -19,7 +24,12 @@ from nemolab.units import show_bytes
 
 # What may still come between one look and the next: the driver takes memory for kernels and graphs in small pieces.
 SPARE_BYTES = 16 * 2**20
-_DIFFERENCE = " (a difference: what another program took during a pass is counted, too)"
+WATCHED_TOKENS = 256  # of an answer, from one look to the next at most
+_KNOWN = {
+    TOLD: "",
+    DIFFERENCE: " (a difference: what another program took during a pass is counted, too)",
+    ASSUMED: " (assumed: the driver does not tell)",
+}
 Result = TypeVar("Result")
 
 
@@ -33,6 +43,7 @@ class Guard:
     def __init__(self, device, plan: CardPlan):
         self._device, self._plan, self.limit_bytes = device, plan, None
         self._steps = 0  # tokens since the last prompt
+        device.expect(plan.context_bytes)
         self._limit()
 
     def run(self, tokens: int, what: str, compute: Callable[[], Result]) -> Result:
@@ -41,32 +52,33 @@ class Guard:
         Raises EngineError where memory ends and, before anything is computed, where the process holds more than the
         budget already.
         """
-        # Something new is compiled or made with a prompt, with the first tokens behind it, and ever more rarely then.
         self._steps = 0 if tokens != 1 else self._steps + 1
-        watched = self.limit_bytes is not None and _is_power_of_two_or_0(self._steps)
-        if watched:
-            self._device.begin()
-            self._check_held()
+        watched = self.limit_bytes is not None and _is_watched(self._steps)
         advice = "a shorter conversation needs less" if tokens == 1 else "fewer tokens at once need less"
-        result = self._compute(what, compute, advice)
-        if watched:
-            self._limit()
+        with self._passing(watched):
+            if watched:
+                self._check_held()
+            result = self._compute(what, compute, advice)
+            if watched:
+                self._limit()
         return result
 
     def load(self, what: str, compute: Callable[[], Result]) -> Result:
         """The same for what is to stay on the card."""
-        result = self._compute(what, compute, "allow more")
-        try:
-            self._limit()
-            self._check_held()
-        except BaseException:
-            del result  # whoever keeps the error would keep it, too
-            raise
+        with self._passing(watched=False):
+            result = self._compute(what, compute, "allow more")
+            try:
+                self._limit()
+                self._check_held()
+            except BaseException:
+                del result  # whoever keeps the error would keep it, too
+                raise
         return result
 
     def take(self, what: str, compute: Callable[[], Result]) -> Result:
         """The same for a little more, in whatever thread: only where memory ends, that is told in the same words."""
-        return self._compute(what, compute, "let go of other conversations, or allow more")
+        with self._passing(watched=False):
+            return self._compute(what, compute, "let go of other conversations, or allow more")
 
     def close(self) -> None:
         """No limit any more, and what torch keeps of freed memory goes back. Closing twice is fine."""
@@ -75,6 +87,15 @@ class Guard:
         else:
             self._device.set_limit(None)
             self.limit_bytes = None  # not before: should that fail, the next call tries again
+
+    @contextmanager
+    def _passing(self, watched: bool) -> Iterator[None]:
+        """Nobody takes what this process holds for others' meanwhile; watched: who held what before is looked at."""
+        try:
+            self._device.enter(watched)
+            yield
+        finally:
+            self._device.leave()
 
     def _compute(self, what: str, compute: Callable[[], Result], advice: str) -> Result:
         try:
@@ -99,7 +120,7 @@ class Guard:
         if usage is not None and usage.beside_bytes is not None:
             beside_bytes = max(beside_bytes, usage.beside_bytes + SPARE_BYTES)
         limit_bytes = max(0, self._plan.budget_bytes - beside_bytes)
-        loosened = usage is not None and not usage.told and limit_bytes != self.limit_bytes
+        loosened = usage is not None and usage.source != TOLD and limit_bytes != self.limit_bytes
         if self.limit_bytes is None or limit_bytes < self.limit_bytes or loosened:
             self.limit_bytes = limit_bytes
             self._device.set_limit(limit_bytes)
@@ -113,7 +134,7 @@ class Guard:
             torch_holds, beside = show_bytes(usage.reserved_bytes), show_bytes(self._beside(usage))
             raise EngineError(
                 f"this process holds {show_bytes(self._ours(usage))} of the card's memory ({torch_holds} by torch, "
-                f"{beside} beside it{_DIFFERENCE if not usage.told else ''}), more than the "
+                f"{beside} beside it{_KNOWN[usage.source]}), more than the "
                 f"{show_bytes(self._plan.budget_bytes)} that vram_gib allows: let go of other conversations and "
                 "tensors, or allow more"
             )
@@ -133,7 +154,7 @@ class Guard:
         if usage is None:
             return ""
         torch_holds, beside = show_bytes(usage.reserved_bytes), show_bytes(self._beside(usage))
-        ours = f"; torch holds {torch_holds}, {beside} are taken beside it{_DIFFERENCE if not usage.told else ''}"
+        ours = f"; torch holds {torch_holds}, {beside} are taken beside it{_KNOWN[usage.source]}"
         others_bytes = max(0, usage.used_bytes - self._ours(usage))
         card = (
             f"; other programs hold {show_bytes(others_bytes)} of the card's {show_bytes(usage.total_bytes)}, "
@@ -147,5 +168,6 @@ class Guard:
         return f"{ours}, of {budget} that vram_gib allows; {advice}"
 
 
-def _is_power_of_two_or_0(count: int) -> bool:
-    return count & (count - 1) == 0  # taking 1 away clears the lowest bit that is set: the only one, of a power of two
+def _is_watched(steps: int) -> bool:
+    """0, a power of two (taking 1 away clears its only bit), or the next of so many."""
+    return steps & (steps - 1) == 0 or steps % WATCHED_TOKENS == 0

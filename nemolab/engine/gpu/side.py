@@ -117,7 +117,10 @@ class CardSide:
                 self._model.close()
                 self._model = None  # what it holds goes back with the guard
         finally:
-            self.guard.close()
+            try:
+                self.guard.close()
+            finally:
+                self.device.close()
 
 
 def _budget_bytes(gib: float | None, least_bytes: Callable[[], int]) -> int | None:
