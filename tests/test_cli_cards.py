@@ -47,7 +47,7 @@ def test_without_a_card_every_verb_says_so_and_exits_with_1(monkeypatch, tmp_pat
 
 def test_verbs_that_run_on_a_card_are_those_looked_at():
     assert set(TAKE_DEVICE) == {("chat",), ("trace",), ("compare",)} | {
-        ("bench", name) for name in ("decode", "prefill", "card-memory")
+        ("bench", name) for name in ("decode", "turns", "prefill", "card-memory")
     }
     assert set(NEED_A_CARD) < set(VERBS) and not set(NEED_A_CARD) & set(TAKE_DEVICE)
 
@@ -114,5 +114,5 @@ def test_options_looked_at_are_those_that_there_are():
         ("chat", "--transfer"), ("trace", "--transfer"), ("bench decode", "--transfer"),
         ("bench card-memory", "--transfer"), ("chat", "--vram"), ("trace", "--vram"), ("bench decode", "--vram"),
         ("bench card-memory", "--vram"), ("bench prefill", "--vram"), ("chat", "--ram-cache"), ("trace", "--ram-cache"),
-        ("bench trace", "--ram-cache"),
+        ("bench trace", "--ram-cache"), ("bench turns", "--transfer"), ("bench turns", "--vram"),
     }  # fmt: skip

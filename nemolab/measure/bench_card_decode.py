@@ -96,7 +96,7 @@ def bench_card_decode(
         shared = {"read": own_read_gb_s(card, repeats), "disk": []}
         card.release()  # what torch keeps of memory that a floor was measured on would stand in an engine's way
         runs = [_Run(store, routing, tokens, transfer, case, settings) for transfer, case in cases]
-        together = len(runs) > 1 and vram_gib is None and _fit_together(store, slots, len(runs))
+        together = len(runs) > 1 and vram_gib is None and fit_together(store, slots, len(runs))
         for group in [runs] if together else [[run] for run in runs]:
             shared["disk"] += _measure(group, repeats, bus, disk)
     bits = {run.bits for run in runs}
@@ -326,13 +326,14 @@ def _hit_rate(before: dict[str, int], after: dict[str, int]) -> float:
     return (after["hits"] - before["hits"]) / (after["lookups"] - before["lookups"])
 
 
-def _fit_together(store, slots: int, engines: int) -> bool:
-    """Is there memory for so many engines at once?"""
+def fit_together(store, slots: int, engines: int, on_card: bool = True) -> bool:
+    """Is there RAM for so many engines at once? One that is not on a card holds all dense weights there."""
     from nemolab.engine.gpu.plan import host_dense_bytes
     from nemolab.store.cache import RING
     from nemolab.system.memory import read_memory
 
-    of_each = (slots + 2 * RING) * store.block_bytes + host_dense_bytes(store)
+    dense_bytes = host_dense_bytes(store) if on_card else sum(module.nbytes for module in store.dense.values())
+    of_each = (slots + 2 * RING) * store.block_bytes + dense_bytes
     return engines * of_each <= read_memory().room_bytes
 
 
