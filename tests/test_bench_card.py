@@ -230,26 +230,30 @@ def test_prefill_counts_experts_that_cross_and_those_needed(store, tmp_path):
     assert cached["bytes_read"] == 0 and "disk_read_ms" not in cached
     assert disk["misses"] == found["needed"] and disk["bytes_read"] == found["needed"] * store.block_bytes
     assert found["cached_crossed"] == found["disk_crossed"] == found["needed"]
-    crossed = found["needed"] * WIDTH * WIDTH * 9 // 8
-    for said in (cached, disk):
-        assert said["crossed_bytes"] == crossed and said["floor_ms"] == max(
-            said["copy_ms"], said["torch_ms"], said.get("disk_read_ms", 0)
-        )
-        assert said["copy_ms"] == pytest.approx(1e-6 * crossed / said["copy_gb_s"])
+    needed_bytes = found["needed"] * WIDTH * WIDTH * 9 // 8
+    for name, said in (("cached", cached), ("disk", disk)):
+        assert said["needed_bytes"] == said["crossed_bytes"] == needed_bytes
+        assert said["copy_ms"] == found["copy_ms"] == pytest.approx(1e-6 * needed_bytes / said["copy_gb_s"])
+        assert said["floor_ms"] == max(said["copy_ms"], said["torch_ms"]) == said[f"{said['floor_is']}_ms"]
+        assert found[f"{name}_of_floor"] == found[f"{name}_ms"] / said["floor_ms"]
+    assert disk["disk_read_ms"] == pytest.approx(1e-6 * disk["bytes_read"] / disk["disk_gb_s"])
+    assert disk["disk_of_read"] == found["disk_of_read"] == found["disk_ms"] / disk["disk_read_ms"]
     assert record(**rows["cached"], folder=tmp_path)["unit"] == "ms"
     assert len(bench_card_prefill(store.path, device="twin", tokens=7, repeats=3, from_disk=False)["rows"]) == 3
     with pytest.raises(UsageError, match="no bus to cross"):
         bench_card_prefill(store.path, device="cpu")
 
 
-def test_a_block_that_is_copied_twice_is_counted_twice(store, monkeypatch):
+def test_a_block_that_is_copied_twice_is_counted_twice_and_raises_no_floor(store, monkeypatch):
     from nemolab.engine.gpu.prompt_experts import PromptExperts
 
     copy = PromptExperts._copy
     monkeypatch.setattr(PromptExperts, "_copy", lambda prompts, rows: (copy(prompts, rows), copy(prompts, rows))[1])
     found = bench_card_prefill(store.path, device="twin", tokens=7, repeats=3, from_disk=False)
     assert found["cached_crossed"] == 2 * found["needed"] and not found["cached_crossed_once"]
-    assert found["cached_copy_ms"] == pytest.approx(2e-6 * found["needed"] * store.payload_bytes / found["copy_gb_s"])
+    said, needed_bytes = found["rows"][0]["settings"], found["needed"] * store.payload_bytes
+    assert said["crossed_bytes"] == 2 * needed_bytes and said["needed_bytes"] == needed_bytes
+    assert found["copy_ms"] == pytest.approx(1e-6 * needed_bytes / found["copy_gb_s"])
 
 
 def test_a_rewound_conversation_gives_what_a_new_one_gives(store):

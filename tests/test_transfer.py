@@ -9,6 +9,7 @@ from nemolab.measure.transfer import (
     count_crossing,
     groups_if_independent,
     percent_of_whole,
+    read_of_floor,
     read_timed,
     tabulate_crossing,
 )
@@ -57,7 +58,9 @@ def test_recorded_times_are_found_by_share_and_shape():
     assert timed["strategy"].tolist() == [*TRANSFERS, "pull_graph"]
     assert ((timed["low_us"] <= timed["us"]) & (timed["us"] <= timed["high_us"])).all()
     assert ((timed["active"] - 0.075).abs() < 0.005).all() and (timed["us"] > timed["floor_us"]).all()
-    with pytest.raises(NemolabError, match="no measurement moe_step.whole"):
+    ratios = read_of_floor(0.075)
+    assert len(ratios) >= 4 and ratios.iloc[-1][[*TRANSFERS]].tolist() == timed["of_floor"].tolist()[:4]
+    with pytest.raises(NemolabError, match="no run with all of moe_step.whole"):
         read_timed(0.9)
 
 

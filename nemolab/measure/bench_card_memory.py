@@ -4,12 +4,14 @@ A thread asks the driver's management library all the while: what is in use by e
 this process touched the card. So nothing of ours is left out, whoever allocated it: weights, states, what torch keeps,
 kernels, graphs, the driver's own. Nor is anything told apart: another program that comes meanwhile makes the peak too
 large, one that ends makes it too small, so the card must be left to this process while it is measured.
+
+A phase is run once, and its most is one sample. Nothing is timed: each phase is the first of its kind in the process,
+with kernels to compile.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -42,8 +44,7 @@ def bench_card_memory(
     path      a checkpoint or a store; vram_gib  what the engine is allowed
     meter     something with .touched and used_bytes(), instead of the driver's library
     returns   load_gib, prompt_gib, decode_gib, peak_gib; budget_gib and within_budget; planned_gib and found_gib (the
-              peak by the engine's own account, None without one); prompt_s, decode_ms (a token); asked (how often);
-              rows
+              peak by the engine's own account, None without one); asked (how often); rows
     Raises EngineError without such a card, where the driver does not tell or ceases to; UsageError in a process that
     has used the card already (what it holds would be taken for others') and for settings that cannot be.
     """
@@ -58,14 +59,13 @@ def bench_card_memory(
     with ExitStack() as stack:
         with watch.phase("load"):
             engine = stack.enter_context(Engine(None, store=store, **settings))
-        state, started = engine.new_state(), time.perf_counter()
+        state = engine.new_state()
         with watch.phase("prompt"):
             engine.last_logits(ids[:prompt_tokens], state)
-        between = time.perf_counter()
         with watch.phase("decode"):
             for token in ids[prompt_tokens:]:
                 engine.step(token, state)
-        ended, memory = time.perf_counter(), engine.memory()["card"]
+        memory = engine.memory()["card"]
     gib = {phase: most / 2**30 for phase, most in watch.most_bytes.items()}
     peak_gib, planned, found_bytes = max(gib.values()), memory["planned"], memory["peak"].get("total_bytes")
     figures = {
@@ -74,8 +74,6 @@ def bench_card_memory(
         "planned_gib": planned["total_bytes"] / 2**30,
         "found_gib": None if found_bytes is None else found_bytes / 2**30,
         "pass_tokens": planned["pass_tokens"],
-        "prompt_s": between - started,
-        "decode_ms": 1e3 * (ended - between) / tokens,
         "asked": watch.asked,
     }
     facts = {

@@ -1,8 +1,10 @@
 """A prompt's pass through all layers of a card, beside what its experts' way over the bus and its products must take.
 
-Each expert that a layer's tokens need crosses the bus once, copied whole from page-locked memory: its bytes over the
-bandwidth of a plain copy are one floor, torch's own BF16 products of the same shapes the other, both of the same run.
-The pass is timed with all experts in RAM, and once more with none, when the disk's direct reads are a third floor.
+Each expert that a layer's tokens need must cross the bus once, copied whole from page-locked memory: the bytes of those
+needed over the bandwidth of a plain copy are one floor, torch's own BF16 products of the same shapes the other, both of
+the same run. How many really crossed is told beside it, and raises no floor. The pass is timed with all experts in RAM,
+and once more with none; then direct reads of as many blocks in order are something to compare it with. They are no
+floor: the disk is measured between the passes, and another time may be quicker or slower.
 
 All passes of an engine are those of one conversation that is rewound: a new one would have torch give back what it
 keeps, and the pass would be timed with the allocations that follow.
@@ -44,10 +46,10 @@ def bench_card_prefill(
     path       a checkpoint or a store; tokens  of the prompt, at random
     repeats    samples, with all experts on disk DISK_REPEATS
     from_disk  False: only with all experts in RAM
-    returns    cached_ms and disk_ms (medians), copy_ms, torch_ms, disk_read_ms (the floors), cached_of_floor and
-               disk_of_floor (of the longest that applies), needed (experts, summed over layers), cached_crossed and
-               disk_crossed (blocks queued for copying to the card, a pass), cached_crossed_once and disk_crossed_once
-               (as many as are needed), rows
+    returns    cached_ms and disk_ms (medians), copy_ms and torch_ms (the floors), cached_of_floor and disk_of_floor (of
+               the longer), disk_read_ms (the needed blocks read in order) and disk_of_read (disk_ms over it), needed
+               (experts, summed over layers), cached_crossed and disk_crossed (blocks queued for copying to the card, a
+               pass), cached_crossed_once and disk_crossed_once (as many as are needed), rows
     Raises UsageError for settings that cannot be, EngineError without such a card.
     """
     from nemolab.engine.arguments import find_store
@@ -163,19 +165,20 @@ def rewind(state) -> None:
 def _answer(kind: str, store, samples: dict[str, list[float]], found: dict[str, dict], facts: dict) -> dict[str, Any]:
     """Medians, ratios, rows. kind: of the rows' names; twins' are no card's."""
     middle = {name: statistics.median(values) for name, values in samples.items()}
-    answer: dict[str, Any] = {}
+    floors = {"copy_ms": 1e-6 * facts["needed"] * store.payload_bytes / middle["copy"], "torch_ms": middle["torch"]}
+    bound = max(floors, key=floors.get)
+    shared = facts | floors | {"floor_ms": floors[bound], "floor_is": bound.removesuffix("_ms")}
+    shared |= {"needed_bytes": facts["needed"] * store.payload_bytes}
+    bandwidths = {"copy_gb_s": middle["copy"], "disk_gb_s": middle.get("disk_bandwidth")}
+    answer: dict[str, Any] = dict(floors)
     rows = []
     for name, counted in found.items():
-        crossed_bytes = counted["crossed"] * store.payload_bytes
-        floors = {"copy_ms": 1e-6 * crossed_bytes / middle["copy"], "torch_ms": middle["torch"]}
+        settings = shared | counted | bandwidths | {"crossed_bytes": counted["crossed"] * store.payload_bytes}
         if counted["bytes_read"]:
-            floors["disk_read_ms"] = 1e-6 * counted["bytes_read"] / middle["disk_bandwidth"]
-        bound = max(floors, key=floors.get)
-        settings = facts | counted | floors | {"crossed_bytes": crossed_bytes, "copy_gb_s": middle["copy"]}
-        settings |= {"floor_ms": floors[bound], "floor_is": bound.removesuffix("_ms")}
-        settings["disk_gb_s"] = middle.get("disk_bandwidth")
+            read_ms = 1e-6 * facts["needed"] * store.block_bytes / middle["disk_bandwidth"]
+            settings |= {"disk_read_ms": read_ms, "disk_of_read": middle[name] / read_ms}
+            answer |= {"disk_read_ms": read_ms, "disk_of_read": middle[name] / read_ms}
         answer |= {f"{name}_ms": middle[name], f"{name}_tok_s": 1e3 * facts["tokens"] / middle[name]}
-        answer |= {f"{name}_{floor}": value for floor, value in floors.items()}
         answer |= {f"{name}_of_floor": middle[name] / floors[bound], f"{name}_crossed": counted["crossed"]}
         answer[f"{name}_crossed_once"] = counted["crossed"] == facts["needed"]
         rows.append({"name": f"{kind}.{name}", "values": samples[name], "unit": "ms", "settings": settings})
@@ -183,5 +186,4 @@ def _answer(kind: str, store, samples: dict[str, list[float]], found: dict[str, 
     for name in [name for name in units if name in samples]:
         told, unit = units[name]
         rows.append({"name": f"{kind}.{told}", "values": samples[name], "unit": unit, "settings": facts})
-    bandwidths = {"copy_gb_s": middle["copy"], "disk_gb_s": middle.get("disk_bandwidth")}
-    return answer | bandwidths | {"needed": facts["needed"], "torch_ms": middle["torch"], "rows": rows}
+    return answer | bandwidths | {"needed": facts["needed"], "rows": rows}

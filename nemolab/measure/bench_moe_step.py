@@ -16,10 +16,11 @@ from typing import Any
 
 from nemolab.errors import NemolabError, UsageError
 from nemolab.measure.bench import SHAPES, fill_block
-from nemolab.measure.gpu_floors import COPIES, COPY_BYTES, STREAM_BYTES, CardBus, need_card
+from nemolab.measure.gpu_floors import STREAM_BYTES, CardBus, need_card
 from nemolab.measure.transfer import count_crossing
 
 CHOICES = 16  # different sets of experts, in turn
+MOST_ERROR = 1e-5  # of the largest value: fp32 sums of a few thousand terms stay well below, a wrong weight does not
 _DISTINCT = 24  # blocks of different content; the others repeat it at other addresses
 
 
@@ -31,14 +32,14 @@ def bench_moe_step(
     steps: int = 20,
     repeats: int = 9,
 ) -> dict[str, Any]:
-    """Each strategy against its floor, and their outputs compared bit for bit.
+    """Each strategy against its floor, after their outputs were compared bit for bit and with float64 arithmetic.
 
     shape    "super", "nano" or "tiny"; top_k experts a token; cached  blocks in page-locked memory to choose from
     active   share of neurons that ReLU^2 leaves; steps  in a sample; repeats  samples
     returns  for each of whole, grouped, rows, pull and pull_graph: <name>_us (median), <name>_floor_us and
              <name>_of_floor; pull_is_faster_than_<name>; copy_gb_s, stream_gb_s; same_bits, relative_error; rows
     Raises UsageError for sizes that cannot be, EngineError without a card, NemolabError when two strategies do not
-    agree to the bit.
+    agree to the bit, or are further than MOST_ERROR from the arithmetic: then nothing is timed.
     """
     if shape not in SHAPES:
         raise UsageError(f"shape {shape!r}; known are {', '.join(SHAPES)}")
@@ -119,12 +120,15 @@ class _Bench:
         import torch
 
         counted, outputs = self._check()
+        error = check_error(self._relative_error(outputs[0]))
         calls = {name: lambda i, name=name: self._step(name, i) for name in self.steps}
         calls["pull_graph"] = self._graph()
-        calls["pull_graph"](3)
-        torch.cuda.synchronize()
-        if not torch.equal(self.steps["pull"].out, outputs[3]):
-            raise NemolabError("pull as a CUDA graph gives other bits than pull launched step by step")
+        for i, out in enumerate(outputs):
+            self.steps["pull"].out.fill_(float("nan"))
+            calls["pull_graph"](i)
+            torch.cuda.synchronize()
+            if not torch.equal(self.steps["pull"].out, out):
+                raise NemolabError(f"choice {i}: pull as a CUDA graph gives other bits than pull launched step by step")
         bandwidths = {"copy": self.bus.copy_gb_s, "stream": self.bus.in_place_gb_s}
         samples: dict[str, list[float]] = {name: [] for name in (*calls, *bandwidths)}
         for round_ in range(-1, repeats):  # the first is a warm-up
@@ -133,7 +137,21 @@ class _Bench:
                 value = bandwidths[name]() if name in bandwidths else self._time(calls[name], steps)
                 if round_ >= 0:
                     samples[name].append(value)
-        return self._answer(samples, counted, outputs, steps)
+        settings = {
+            "inter": self.inter,
+            "width": self.width,
+            "experts": self.top_k,
+            "cached": self.cached,
+            "all_cached": True,
+            "active": counted["neurons"] / (self.top_k * self.inter),
+            "active_groups": counted["groups"] / (self.top_k * self.inter // 16),
+            "steps": steps,
+            "choices": CHOICES,
+            "memory": "page-locked, huge pages asked for",
+            "relative_error": error,
+        }
+        waves = {name: step.waves for name, step in self.steps.items() if name != "pull"}
+        return make_answer(samples, counted, settings, waves, self.bus.copied)
 
     def close(self) -> None:
         for step in self.steps.values():
@@ -202,52 +220,6 @@ class _Bench:
         torch.cuda.synchronize()
         return 1e6 * (time.perf_counter() - started) / steps
 
-    def _answer(self, samples, counted, outputs, steps) -> dict[str, Any]:
-        groups, neurons = counted["groups"], counted["neurons"]  # a step
-        each = count_crossing(self.inter, self.width, neurons / self.top_k, groups / self.top_k)
-        moved = {name: (self.top_k * copied, self.top_k * in_place) for name, (copied, in_place) in each.items()}
-        moved["pull_graph"] = moved["pull"]
-        copy_gb_s, stream_gb_s = (statistics.median(samples[name]) for name in ("copy", "stream"))
-        settings = {
-            "inter": self.inter,
-            "width": self.width,
-            "experts": self.top_k,
-            "cached": self.cached,
-            "all_cached": True,
-            "active": neurons / (self.top_k * self.inter),
-            "active_groups": groups / (self.top_k * self.inter // 16),
-            "steps": steps,
-            "choices": CHOICES,
-            "memory": "page-locked, huge pages asked for",
-        }
-        found: dict[str, Any] = {}
-        rows = []
-        for name, (copied, in_place) in moved.items():
-            floor_us = 1e-3 * (copied / copy_gb_s + in_place / stream_gb_s)
-            median = statistics.median(samples[name])
-            found |= {f"{name}_us": median, f"{name}_floor_us": floor_us, f"{name}_of_floor": median / floor_us}
-            waves = self.steps[name].waves if name in self.steps and name != "pull" else None
-            chosen = settings | {
-                "bytes_copied": copied,
-                "bytes_in_place": in_place,
-                "floor_us": floor_us,
-                "waves": waves,
-            }
-            rows.append({"name": f"moe_step.{name}", "values": samples[name], "unit": "us", "settings": chosen})
-        for name in ("whole", "grouped", "rows"):
-            found[f"pull_is_faster_than_{name}"] = found[f"{name}_us"] / found["pull_us"]
-        for name in ("copy", "stream"):
-            row = {"name": f"moe_step.{name}_bandwidth", "values": samples[name], "unit": "GB/s"}
-            pieces = f"{COPIES} pieces of {COPY_BYTES // 2**20} MiB"
-            rows.append(row | {"settings": {"bytes": STREAM_BYTES if name == "stream" else pieces}})
-        return found | {
-            "copy_gb_s": copy_gb_s,
-            "stream_gb_s": stream_gb_s,
-            "same_bits": True,
-            "relative_error": self._relative_error(outputs[0]),
-            "rows": rows,
-        }
-
     def _relative_error(self, out) -> float:
         """Of the first choice, against float64 arithmetic on the decoded weights."""
         import torch
@@ -264,3 +236,46 @@ class _Bench:
             down = decode_rows_torch(*published_down_torch(planes[2], planes[3]), down_2)
             total += weight * (down.double() @ h)
         return float((out.cpu() - total).abs().max() / total.abs().max())
+
+
+def check_error(error: float) -> float:
+    """The same. Raises NemolabError where it is more than MOST_ERROR, or no number."""
+    if not error <= MOST_ERROR:
+        raise NemolabError(
+            f"the step is {error:.2g} of the largest value away from float64 arithmetic, {MOST_ERROR:g} at most was "
+            "expected; nothing was timed, since it computes something else"
+        )
+    return error
+
+
+def make_answer(
+    samples: dict[str, list[float]], counted: dict[str, float], settings: dict[str, Any], waves: dict, copied: dict
+) -> dict[str, Any]:
+    """Medians, floors and ratios, and the rows.
+
+    samples   us a step of each strategy and of pull_graph; GB/s of "copy" and "stream"
+    counted   active "neurons" and "groups" of a step, over all its experts; settings  of all rows
+    waves     of the strategies that copy; copied  what a sample of "copy" moved
+    """
+    top_k = settings["experts"]
+    each = count_crossing(settings["inter"], settings["width"], counted["neurons"] / top_k, counted["groups"] / top_k)
+    moved = {name: (top_k * crossing.copied, top_k * crossing.in_place) for name, crossing in each.items()}
+    moved["pull_graph"] = moved["pull"]
+    copy_gb_s, stream_gb_s = (statistics.median(samples[name]) for name in ("copy", "stream"))
+    found: dict[str, Any] = {}
+    rows = []
+    for name, (copied_bytes, in_place_bytes) in moved.items():
+        floor_us = 1e-3 * (copied_bytes / copy_gb_s + in_place_bytes / stream_gb_s)
+        median = statistics.median(samples[name])
+        found |= {f"{name}_us": median, f"{name}_floor_us": floor_us, f"{name}_of_floor": median / floor_us}
+        said = {"bytes_copied": copied_bytes, "bytes_in_place": in_place_bytes, "floor_us": floor_us}
+        said |= {"waves": waves.get(name)}
+        rows.append({"name": f"moe_step.{name}", "values": samples[name], "unit": "us", "settings": settings | said})
+    for name in ("whole", "grouped", "rows"):
+        found[f"pull_is_faster_than_{name}"] = found[f"{name}_us"] / found["pull_us"]
+    for name, said in (("copy", copied), ("stream", {"pieces": 1, "bytes": STREAM_BYTES})):
+        rows.append(
+            {"name": f"moe_step.{name}_bandwidth", "values": samples[name], "unit": "GB/s", "settings": dict(said)}
+        )
+    found |= {"copy_gb_s": copy_gb_s, "stream_gb_s": stream_gb_s, "same_bits": True}
+    return found | {"relative_error": settings["relative_error"], "rows": rows}

@@ -1,4 +1,4 @@
-"""How fast blocks of a store come from its disk when nothing else is done: the floor of the run that needs it."""
+"""How fast blocks of a store come from its disk when nothing else is done, in the run that is held against it."""
 
 from __future__ import annotations
 

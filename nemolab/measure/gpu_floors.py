@@ -99,6 +99,7 @@ class CardBus:
 
     address, nbytes  of the stretch, 2 * STREAM_BYTES or more
     chunk_bytes      of one registration, whose border no copy may cross
+    .copied          what a sample of copies moves: so many "pieces" of so many "bytes"
     """
 
     def __init__(self, driver, address: int, nbytes: int, chunk_bytes: int):
@@ -109,8 +110,10 @@ class CardBus:
             )
         self._driver, self._address = driver, address
         self._copy_bytes = min(COPY_BYTES, chunk_bytes)
-        places = [address + number * chunk_bytes for number in range(COPIES)]
-        self._places = [place for place in places if place + self._copy_bytes <= address + nbytes]
+        in_chunk, ends = chunk_bytes // self._copy_bytes, nbytes - self._copy_bytes
+        starts = (number // in_chunk * chunk_bytes + number % in_chunk * self._copy_bytes for number in range(COPIES))
+        self._places = [address + start for start in starts if start <= ends]
+        self.copied = {"pieces": len(self._places), "bytes": self._copy_bytes}
         self._copied_to = torch.empty(self._copy_bytes, dtype=torch.uint8, device=card)
         programs = 4 * torch.cuda.get_device_properties(card).multi_processor_count
         self._sums = torch.empty(programs, dtype=torch.int32, device=card)
