@@ -179,3 +179,11 @@ def test_the_command_shows_a_line_for_each_side_and_phase(store):
     assert [tuple(line.split()[:2]) for line in lines[1:5]] == firsts
     code, _, err = run_cli("bench", "turns", store.path, "--device", "twin", "--record")
     assert code == 2 and "--record with --device twin" in err
+
+
+@pytest.mark.gpu
+def test_turns_on_a_card_give_the_same_bits(tiny_path):
+    found = bench_turns(tiny_path, device="cuda", transfer="rows", prompt_tokens=300, tokens=4)
+    assert found["same_bits"] and found["ids"].startswith("text: ")
+    assert all(row["name"].startswith("card_turns.") for row in found["rows"])
+    assert found["enters_prompt_hit_rate"] < found["passes_prompt_hit_rate"], "a prompt pushes out its own first layers"
