@@ -53,7 +53,8 @@ def test_decode_counts_what_each_strategy_moves(store, tmp_path):
         assert said["bytes_in_place"] == pytest.approx(LAYERS * TOP_K * each.in_place)
         bus_ms = 1e-6 * (said["bytes_copied"] / said["copy_gb_s"] + said["bytes_in_place"] / said["in_place_gb_s"])
         assert said["bus_ms"] == pytest.approx(bus_ms)
-        assert said["disk_ms"] == pytest.approx(1e-6 * said["reads"] * store.block_bytes / said["disk_gb_s"])
+        assert said["disk_ms"] == pytest.approx(1e-6 * said["needed_reads"] * store.block_bytes / said["disk_gb_s"])
+        assert said["needed_copied"] == said["bytes_copied"], "nothing is copied on a guess"
         longest = max("bus", "disk", "dense", key=lambda of: said[f"{of}_ms"])
         assert said["floor_is"] == longest and said["floor_ms"] == said[f"{longest}_ms"]
         assert found[f"{name}_of_floor"] == pytest.approx(found[f"{name}_ms"] / said["floor_ms"])
@@ -118,11 +119,22 @@ def test_a_trial_without_reads_ahead_reads_what_it_misses_and_nothing_else(store
     ahead, behind, more = (rows[f"twin_decode.pull{of}"] for of in ("", "_prefetch_0", "_prefetch_2_no_graphs"))
     assert [said["prefetch"] for said in (ahead, behind, more)] == [1, 0, 2]
     assert [said["trials"] for said in (ahead, behind, more)] == [{}, {}, {"no_graphs": True}]
-    assert behind["reads"] == behind["misses"] and behind["wasted"] == 0
+    assert behind["needed_reads"] == behind["reads"] == behind["misses"] and behind["wasted"] == 0
+    assert ahead["misses"] < ahead["needed_reads"] < ahead["reads"] and ahead["wasted"] > 0
     assert ahead["reads"] > ahead["misses"]
     for said in (ahead, behind, more):
-        assert said["disk_ms"] == pytest.approx(1e-6 * said["reads"] * store.block_bytes / said["disk_gb_s"])
+        assert said["disk_ms"] == pytest.approx(1e-6 * said["needed_reads"] * store.block_bytes / said["disk_gb_s"])
     assert found["same_bits"] and found["pull_is_faster_than_pull_prefetch_0"] > 0
+
+
+def test_copies_on_a_guess_that_nobody_asked_for_raise_no_floor(store):
+    found = decode(store, tokens=8, cached=0.5, transfers=("rows",), trials=[{"speculate": 2}])
+    plain, said = (found["rows"][place]["settings"] for place in (0, 1))
+    each = count_crossing(WIDTH, WIDTH, said["active"] * WIDTH, said["active_groups"] * WIDTH / 16)["rows"]
+    assert said["needed_copied"] <= LAYERS * TOP_K * each.copied == plain["needed_copied"]
+    assert 0 < said["needed_copied"] < said["bytes_copied"]
+    bus_ms = 1e-6 * (said["needed_copied"] / said["copy_gb_s"] + said["bytes_in_place"] / said["in_place_gb_s"])
+    assert said["bus_ms"] == pytest.approx(bus_ms)
 
 
 def test_each_case_is_told_as_many_guesses_as_it_makes(store, monkeypatch):

@@ -203,7 +203,7 @@ def test_experts_that_were_all_guessed_are_computed_once_their_copies_have_ended
         found.append(step.out.clone())
         step.close()
     assert torch.equal(*found) and found[0].any()
-    assert step.counts == {"slots": 6, "copied": 0, "held": 2, "early": 3}
+    assert step.counts == {"slots": 6, "copied": 0, "held": 2, "early": 3, "early_used": 2}
     table.close()
 
 

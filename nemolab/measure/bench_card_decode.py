@@ -2,9 +2,10 @@
 
 What a token has to move, counted, over the bandwidths of the same run: experts over the bus (copied at the rate of a
 plain copy, read in place at that of a kernel that only adds up), blocks from disk (at the rate of direct reads of the
-same store), dense weights out of the card's own memory. The longest of the three is the floor. They depend on one
-another in part (a layer's dense weights are read once its experts' sum is there), so that no engine reaches it: what
-bus and dense weights take one after the other is reported, too.
+same store), dense weights out of the card's own memory. The longest of the three is the floor. What was read or copied
+on a guess and never asked for raises no floor; it is told beside it. The three depend on one another in part (a layer's
+dense weights are read once its experts' sum is there), so that no engine reaches the floor: what bus and dense weights
+take one after the other is reported, too.
 
 A synthetic checkpoint's routers route like nobody's, so tokens are sent where a trace says (`forced_routing`). Engines
 stay open side by side and take turns where memory allows, else one follows the other; bandwidths are measured between
@@ -63,11 +64,12 @@ def bench_card_decode(
     tokens     in a sample; repeats  samples; prefetch  guesses read ahead a layer
     threads    of the CPU, for what an engine on a card computes there
     trials     fields of `nemolab.engine.Trials`, and another `prefetch`: each is measured beside none, with each
-               strategy; where a trial keeps experts on the card, its floor is that of the bytes it did copy
+               strategy; where a trial keeps experts on the card, its floor is that of the bytes it had to copy
     trace      a routing trace to follow; own: follow the model's own routers; neither: synthetic draws
     returns    for each case (<strategy>, <strategy>_<trial>): <case>_ms (median), <case>_floor_ms, <case>_of_floor,
-               <case>_hit_rate, <case>_reads (a token) and more; copy_gb_s, in_place_gb_s, disk_gb_s, read_gb_s;
-               same_bits (None with one case: nothing to compare), compared_tokens (whose logits were); rows
+               <case>_hit_rate, <case>_reads (a token), <case>_needed_reads (of what was asked for) and more;
+               copy_gb_s, in_place_gb_s, disk_gb_s, read_gb_s; same_bits (None with one case: nothing to compare),
+               compared_tokens (whose logits were); rows
     Raises UsageError for settings that cannot be, EngineError without such a card, NemolabError when two strategies
     give different logits.
     """
@@ -219,9 +221,10 @@ class _Run:
         recorded = recorder.trace()
         inter, width = self.store.expert_shape
         neurons, groups = float(recorded.active_neurons.mean()), float(recorded.active_groups.mean())
-        lookups = copied = self.store.n_layers * self.store.config.top_k
-        if kept:  # a trial copied no more than it had to, and some for nothing
-            copied = sum(kept[name] - self._kept_before[name] for name in ("copied", "early")) / tokens
+        lookups = copied = needed = self.store.n_layers * self.store.config.top_k
+        if kept:  # a trial copied what was not on the card yet, and on guesses some for nothing
+            since = {name: (kept[name] - self._kept_before[name]) / tokens for name in kept}
+            copied, needed = since["copied"] + since["early"], since["copied"] + since["early_used"]
         each = count_crossing(inter, width, neurons, groups)[self.transfer]
         self.found |= {
             "transfer": self.transfer,
@@ -231,11 +234,13 @@ class _Run:
             "misses": per_token["misses"],
             "reads": per_token["reads"],
             "bytes_read": per_token["bytes_read"],
+            "needed_reads": per_token["misses"] + per_token["prefetch_useful"],
             "late": per_token["prefetch_late"],
             "wasted": per_token["prefetch_wasted"],
             "active": neurons / inter,
             "active_groups": groups / (inter // 16),
             "bytes_copied": copied * each.copied,
+            "needed_copied": needed * each.copied,
             "bytes_in_place": lookups * each.in_place,
             "dense_bytes": memory["found"]["dense_bytes"],
             "page_locked_bytes": memory["page_locked_bytes"],
@@ -281,15 +286,15 @@ def _answer(kind: str, runs: list[_Run], shared: dict[str, list[float]], facts: 
         found, samples = run.found, run.samples
         copy, in_place = (statistics.median(samples[name]) for name in ("copy", "in_place"))
         floors = {
-            "bus_ms": 1e-6 * (found["bytes_copied"] / copy + found["bytes_in_place"] / in_place),
-            "disk_ms": 1e-6 * found["bytes_read"] / disk,
+            "bus_ms": 1e-6 * (found["needed_copied"] / copy + found["bytes_in_place"] / in_place),
+            "disk_ms": 1e-6 * found["needed_reads"] * run.store.block_bytes / disk,
             "dense_ms": 1e-6 * found["dense_bytes"] / read_gb_s,
         }
         bound = max(floors, key=floors.get)
         floors |= {"floor_ms": floors[bound], "bus_and_dense_ms": floors["bus_ms"] + floors["dense_ms"]}
         middle = {name: statistics.median(samples[name]) for name in _TIMES}
         answer |= {f"{run.name}_{name}": value for name, value in (*middle.items(), *floors.items())}
-        answer |= {f"{run.name}_{name}": found[name] for name in ("hit_rate", "misses", "reads")}
+        answer |= {f"{run.name}_{name}": found[name] for name in ("hit_rate", "misses", "reads", "needed_reads")}
         answer[f"{run.name}_of_floor"] = middle["ms"] / floors["floor_ms"]
         answer[f"{run.name}_of_bus_and_dense"] = middle["ms"] / floors["bus_and_dense_ms"]
         settings = facts | found | floors | {"floor_is": bound.removesuffix("_ms")}

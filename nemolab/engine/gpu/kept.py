@@ -50,7 +50,7 @@ class KeepingStep(MoeStep):
 
     slots  how many, twice top_k or more
     .copied, .held  experts that were copied for a choice, and that were there already, so far
-    .early          experts that were copied on a guess
+    .early, .early_used  experts that were copied on a guess, and those of them that were chosen then
     """
 
     def __init__(self, strategy: str, inter: int, width: int, top_k: int, table, scales_2, device, operators, *, slots):
@@ -61,17 +61,19 @@ class KeepingStep(MoeStep):
         self._early_done = device.new_event()
         # Blocks whose copies may be under way: those nobody waits for yet, and those that the layer before waited for.
         self._early_blocks, self._settling = set(), set()
-        self.copied = self.held = self.early = 0
+        self.copied = self.held = self.early = self.early_used = 0
 
     @property
     def counts(self) -> dict[str, int]:
         """Slots, and what happened so far, in experts."""
-        return {"slots": len(self._slot_at), "copied": self.copied, "held": self.held, "early": self.early}
+        counted = {name: getattr(self, name) for name in ("copied", "held", "early", "early_used")}
+        return {"slots": len(self._slot_at)} | counted
 
     def _copy_and_compute(self, layer: int, fetch: Fetch) -> int:
         addresses, missing, wait = fetch
         bank, first_block, top_k = self._turn, layer * self.table.host.shape[1], self.top_k
-        slots, lacking = self._kept.take((first_block + self._choices.array[layer]).tolist())
+        chosen = (first_block + self._choices.array[layer]).tolist()
+        slots, lacking = self._kept.take(chosen)
         kinds = np.full(top_k, _HELD)
         kinds[lacking] = _COPIED
         kinds[list(missing)] = _MISSING  # its slot may hold what is copied of it, but not what is read in place
@@ -83,6 +85,7 @@ class KeepingStep(MoeStep):
         self._to[bank], self._sources[:] = self._ups.array[bank, order], addresses[order]
         if self._early_blocks:
             self._device.main_stream().wait_event(self._early_done)
+            self.early_used += sum(chosen[place] in self._early_blocks for place in np.flatnonzero(kinds == _HELD))
         self._early_blocks, self._settling = set(), self._early_blocks
         waves = [*spread(tuple(self.waves), copied), *([late] if late else [])]
         self._run_waves(
