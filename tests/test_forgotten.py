@@ -129,7 +129,7 @@ def test_an_interrupt_wherever_it_comes_in_closing_leaves_nothing_once_it_is_clo
     store, lines, cut_off = find_store(small_path, None, "neuron"), 0, True
     while cut_off:
         opened = Engine(None, store=store, device="twin", vram_gib=4, ram_cache_slots=4)
-        assert opened._model.memory.is_seen(0)
+        assert opened._model.memory.lock_row(0)
         cut_off = False
         try:
             with interrupt_after(lines, engine, turns, side, model, cache_memory, pinned, page_lock):

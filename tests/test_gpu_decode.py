@@ -1,6 +1,7 @@
 """Tokens on a card, by twins and there: those that break off, memory that is not locked, forced routes, recording."""
 
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -74,6 +75,17 @@ def test_a_token_that_breaks_off_ends_its_conversation_alone(path, wanted, place
             assert torch.equal(torch.cat(both_paths(engine, IDS)), wanted)
 
 
+class Counted:
+    """A function, and how often it was called."""
+
+    def __init__(self, function):
+        self.function, self.calls = function, 0
+
+    def __call__(self, *arguments):
+        self.calls += 1
+        return self.function(*arguments)
+
+
 @one_thread
 def test_after_a_token_that_broke_off_the_table_fills_again(path, monkeypatch):
     with open_engine(path) as engine:
@@ -86,9 +98,10 @@ def test_after_a_token_that_broke_off_the_table_fills_again(path, monkeypatch):
         monkeypatch.undo()
         late, finish = [], step.finish
         monkeypatch.setattr(step, "finish", lambda *arguments: late.append(finish(*arguments)))
+        monkeypatch.setattr(table, "update", updates := Counted(table.update))
         step_through(engine, IDS)
-        step_through(engine, IDS)
-        assert np.count_nonzero(table.host) == filled and not any(late[len(late) // 2 :]) and any(late)
+        assert np.count_nonzero(table.host) == filled and not any(late), "told at once, all that is cached"
+        assert updates.calls == 1, "and not again"
 
 
 @one_thread
@@ -168,12 +181,37 @@ def test_a_driver_that_locks_nothing_worth_it_is_an_error_that_says_so(path, sha
     locked = lock_at_most(monkeypatch, shared_bytes + 8192)
     with open_engine(path) as engine:
         for _ in range(2):
-            with pytest.raises(EngineError, match=r"does not page-lock memory for the 3 experts .*ulimit -l"):
+            with pytest.raises(EngineError, match=r"no memory is page-locked for the 3 experts .*ulimit -l"):
                 engine.step(IDS[0], engine.new_state())
     assert not locked.locked
     lock_at_most(monkeypatch, 0)
     with pytest.raises(EngineError, match="that card and CPU share.*ulimit -l"):
         open_engine(path)
+
+
+@one_thread
+def test_a_shortage_of_ram_unlocks_nothing_and_one_that_passes_is_forgotten(path, wanted, monkeypatch, capsys):
+    from nemolab.engine.gpu import cache_memory
+    from nemolab.store import page_lock
+
+    locked, read_memory = lock_at_most(monkeypatch, 2**40), page_lock.read_memory
+    short = SimpleNamespace(available_bytes=1000, tightest=SimpleNamespace(name="cgroup /box"))
+    monkeypatch.setattr(cache_memory, "ASK_AGAIN_S", 0.0)
+    with open_engine(path, ram_cache_slots=20) as engine:
+        step_through(engine, IDS[:2])
+        before = sum(locked.locked.values())
+        monkeypatch.setattr(page_lock, "read_memory", lambda: short)
+        with pytest.raises(EngineError, match=r"no memory is page-locked for a recording.*cgroup /box.*free some"):
+            engine.record().__enter__()
+        assert sum(locked.locked.values()) == before, "what is locked stays: unlocking frees no RAM"
+        with pytest.raises(EngineError, match="the 3 experts of a layer"):
+            step_through(engine, IDS)
+        monkeypatch.setattr(page_lock, "read_memory", read_memory)
+        assert torch.equal(torch.cat(both_paths(engine, IDS)), wanted)
+        memory, table = engine._model.memory, engine._model._table
+        assert memory.seen_rows == 20 and engine._model._finder._ring is None
+        assert np.count_nonzero(table.host) == 20, "what came meanwhile is in the table, too"
+    assert capsys.readouterr().err.count("a small ring") == 1
 
 
 @pytest.mark.parametrize("transfer", TRANSFERS)

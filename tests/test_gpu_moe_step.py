@@ -161,6 +161,8 @@ def test_a_wrong_block_is_noticed(world):
 def test_what_cannot_work_is_refused(world):
     with pytest.raises(EngineError, match="unknown transfer strategy 'push'"):
         world.make("push")
+    with pytest.raises(EngineError, match="11 slots on the card; two banks of 6 are needed"):
+        world.make("whole", slots=11)
     with pytest.raises(EngineError, match="do not add up to 6"):
         world.make("rows", waves=(3, 4))
 

@@ -30,12 +30,32 @@ def test_ids_are_waited_for_whatever_their_order(order):
 
     teller = threading.Thread(target=tell)
     teller.start()
-    assert wait_for_ids(told) and told.tolist() == [0, 1, 2, 3, 4]
+    assert wait_for_ids(told, lambda: False) and told.tolist() == [0, 1, 2, 3, 4]
     teller.join()
 
 
 def test_waiting_for_ids_ends():
-    assert not wait_for_ids(np.array([1, -1, 2], np.int32), timeout_s=0.01)
+    assert not wait_for_ids(np.array([1, -1, 2], np.int32), lambda: False, timeout_s=0.01)
+
+
+def test_a_card_that_is_done_without_a_word_or_has_failed_is_not_waited_for():
+    assert not wait_for_ids(np.array([1, -1, 2], np.int32), lambda: True)
+
+    def fail():
+        raise RuntimeError("an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        wait_for_ids(np.array([1, -1, 2], np.int32), fail)
+
+
+def test_ids_that_came_while_this_process_stood_still_count():
+    ids = np.array([1, -1, 2], np.int32)
+
+    def stand_still():
+        ids[1] = 0
+        return True
+
+    assert wait_for_ids(ids, stand_still)
 
 
 def test_a_pinned_array_is_seen_by_the_card(world):
@@ -96,10 +116,21 @@ def test_every_range_of_the_cache_is_unlocked_whatever_the_others_raise():
     locker, arena = KeepsTheFirst(), Arena(5, 4096)
     cache, device = SimpleNamespace(arena=arena.rows, slots=3), SimpleNamespace(locker=locker)
     memory = CacheMemory(cache, device)
-    assert memory.is_seen(0) and memory.is_seen(3) and len(locker.locked) == 2
+    assert memory.lock_row(0) and memory.lock_row(3) and len(locker.locked) == 2
     with pytest.raises(StoreError, match="CUDA_ERROR_UNKNOWN"):
         memory.close()
     assert locker.locked == {address(arena.rows)}
+    memory.close()
+
+
+def test_addresses_of_rows_beyond_two_gib_are_whole():
+    arena = Arena(5, 4096)
+    memory = CacheMemory(SimpleNamespace(arena=arena.rows, slots=3), SimpleNamespace(locker=CountingLocker()))
+    assert memory.lock_row(2)
+    begin, memory.block_bytes = address(arena.rows), 2**22
+    memory._ranges[0][1].locked_bytes = 2**40
+    assert memory.addresses_seen(np.array([0, 1500], np.int32)).tolist() == [begin, begin + 1500 * 2**22]
+    memory._ranges[0][1].locked_bytes = 3 * 4096
     memory.close()
 
 

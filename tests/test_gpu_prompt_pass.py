@@ -97,7 +97,7 @@ def test_copies_are_waited_for_where_their_memory_is_read_into_next(hits, enters
             unended.append(device.under_way)
 
     cache = SimpleNamespace(ring=10, slots=100, stream_rows=stream_rows, prompt_enters=enters)
-    memory = SimpleNamespace(block_bytes=4096, address_of=lambda row: 4096 * row, is_seen=lambda row: True)
+    memory = SimpleNamespace(block_bytes=4096, address_of=lambda row: 4096 * row, lock_row=lambda row: True)
     operators = SimpleNamespace(expert_prompt=lambda *_: None, add_experts=lambda *_: None)
     prompts = PromptExperts((16, 16), 4096, cache, memory, device, operators)
     routing = prompts.sort(torch.arange(30).flip(0).view(15, 2), torch.ones(15, 2), 30)

@@ -140,6 +140,9 @@ class LateDevice(StandIn):
 
 
 class _LateStream:
+    def query(self):
+        return True
+
     def __init__(self, device, main=False):
         self._device, self._main, self.cuda_stream = device, main, 0 if main else 1
 
@@ -297,6 +300,7 @@ def test_what_is_kept_is_planned(path):
         ({"kept_gib": -1}, "kept_gib is -1; a number of GiB"),
         ({"kept_gib": float("nan")}, "kept_gib is nan"),
         ({"kept_gib": True}, "kept_gib is True"),
+        ({"kept_gib": 2**20}, "kept_gib is 1048576; a number"),
         ({"speculate": 1.5}, "speculate is 1.5; a whole number"),
         ({"speculate": -1}, "speculate is -1"),
     ],
@@ -304,6 +308,10 @@ def test_what_is_kept_is_planned(path):
 def test_values_that_cannot_be_are_refused(asked, message):
     with pytest.raises(EngineError, match=message):
         Trials(**asked)
+
+
+def test_a_size_may_be_a_number_of_numpy():
+    assert [Trials(kept_gib=gib).kept_bytes for gib in (np.float32(0.5), np.int64(1), 0)] == [2**29, 2**30, 0]
 
 
 def test_trials_are_said_by_their_class(path):

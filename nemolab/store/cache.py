@@ -111,6 +111,10 @@ class ExpertCache:
             self._wait_turn("a watcher that joins")
         self._residents.watch(watcher)
 
+    def retell(self) -> None:
+        """Tell the watcher what lies where once more, whether a fetch is under way or not."""
+        self._residents.watch(self._residents.watcher)
+
     def lookup(self, layer: int, experts: Sequence[int], phase: str = "decode") -> list[np.ndarray]:
         """The blocks of a decode batch, in the order asked for, all resident on return.
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from nemolab.store.counts import Counts
 from nemolab.store.reader import Pending
 
@@ -13,10 +15,10 @@ from nemolab.store.reader import Pending
 class Watcher(Protocol):
     """Told which blocks lie whole in which rows of a cache's arena. Blocks are layer * n_experts + expert.
 
-    What was said of a block last holds: one may be said to come or to leave that has done so before, or never came.
+    What was said of a block last holds: the same may be said twice, and a block leave that never came.
     """
 
-    def came(self, blocks: list[int], rows: list[int]) -> None:
+    def came(self, blocks: np.ndarray, rows: np.ndarray) -> None:
         """They are whole, and stay until they are said to have left."""
 
     def left(self, blocks: list[int]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 
@@ -37,25 +37,32 @@ class Locker(Protocol):
 class Driver:
     """The CUDA driver for one card, with the context that torch uses too (the card's primary one).
 
+    The context is retained once a card and kept until the process ends, as torch keeps it: threads go on with it.
     Raises StoreError without a driver or a card.
     """
+
+    _contexts: ClassVar[dict[int, ctypes.c_void_p]] = {}
 
     def __init__(self, device: int = 0):
         try:
             self._cuda = ctypes.CDLL("libcuda.so.1")
         except OSError as problem:
             raise StoreError(f"no CUDA driver on this machine ({problem})") from None
+
+        def need(name: str, *arguments) -> None:
+            problem = self._call(name, *arguments)
+            if problem is not None:
+                raise StoreError(f"CUDA card {device} cannot be used: {name} says {problem}")
+
         handle, context, same = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_int()
-        for done in (
-            self._call("cuInit", 0),
-            self._call("cuDeviceGet", ctypes.byref(handle), device),
-            self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle),
-            self._call("cuCtxSetCurrent", context),
-            self._call("cuDeviceGetAttribute", ctypes.byref(same), _SAME_ADDRESS_ON_THE_CARD, handle),
-        ):
-            if done is not None:
-                raise StoreError(f"CUDA card {device} cannot be used: {done}")
-        self._context = context
+        need("cuInit", 0)
+        need("cuDeviceGet", ctypes.byref(handle), device)
+        if device not in self._contexts:
+            need("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)
+            self._contexts[device] = context
+        self._context = self._contexts[device]
+        need("cuCtxSetCurrent", self._context)
+        need("cuDeviceGetAttribute", ctypes.byref(same), _SAME_ADDRESS_ON_THE_CARD, handle)
         self._copy = self._cuda.cuMemcpyAsync  # types declared once: it is called for every expert of every layer
         self._copy.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
         self.copy_batch = getattr(self._cuda, "cuMemcpyBatchAsync_v2", None)  # from CUDA 13 on
@@ -96,8 +103,8 @@ class Driver:
 class CopyBatch:
     """Copies of equally many bytes between two lists of addresses, queued many at a time.
 
-    Between two copies of the ordinary kind the bus idles for 3 us (5 % of a copy of 3 MB); a batch, where the driver
-    knows it, goes through without a pause.
+    Between two copies of the ordinary kind the bus idles a moment; a batch, where the driver knows it, goes through
+    without a pause.
     to, sources  int64 arrays of one length, looked at anew in each `run`; stream  one that is not the default
     """
 
@@ -121,6 +128,17 @@ class CopyBatch:
             raise StoreError(f"copying {count} times {self._nbytes} bytes: {self._driver.name_error(status)}")
 
 
+class NotLockable(str):
+    """Why memory was not page-locked, for people. .by_driver  False: there was too little RAM for it just now"""
+
+    by_driver: bool
+
+    def __new__(cls, reason: str, by_driver: bool) -> NotLockable:
+        made = super().__new__(cls, reason)
+        made.by_driver = by_driver
+        return made
+
+
 class PageLock:
     """The page-locked beginning of a range of memory, grown in chunks.
 
@@ -141,7 +159,7 @@ class PageLock:
         self._chunks: list[int] = []
         self.locked_bytes = 0
 
-    def grow(self, wanted_bytes: int) -> str | None:
+    def grow(self, wanted_bytes: int) -> NotLockable | None:
         """Page-lock until `wanted_bytes` from the start are. None, or why it stopped: `.locked_bytes` says where.
 
         A chunk that cannot be locked leaves nothing behind, and the next call tries again. One that is more than the
@@ -152,16 +170,18 @@ class PageLock:
             size = min(self.chunk_bytes, self._nbytes - self.locked_bytes)
             memory = read_memory()
             if memory.available_bytes < size:  # locking fills pages, and the kernel ends a process that has none left
-                return (
+                return NotLockable(
                     f"{show_bytes(self.locked_bytes)} are page-locked and no more: the next {show_bytes(size)} would "
-                    f"not fit the {show_bytes(memory.available_bytes)} left (limit: {memory.tightest.name})"
+                    f"not fit the {show_bytes(memory.available_bytes)} left (limit: {memory.tightest.name})",
+                    by_driver=False,
                 )
             start = self._address + self.locked_bytes
             self._chunks.append(start)
             problem = self._locker.lock(start, size)
             if problem is not None:
                 self._chunks.pop()
-                return f"the driver page-locked {show_bytes(self.locked_bytes)} and no more ({problem})"
+                locked = show_bytes(self.locked_bytes)
+                return NotLockable(f"the driver page-locked {locked} and no more ({problem})", by_driver=True)
             self.locked_bytes += size
         return None
 

@@ -86,7 +86,8 @@ class Residents:
     def tell_came(self, keys: Sequence[int]) -> None:
         """Said of blocks before they count as whole: if an interrupt comes in between they are said to have left."""
         if self.watcher is not None and keys:
-            self.watcher.came(list(keys), self.book.row_of[np.array(keys)].tolist())
+            blocks = np.array(keys)
+            self.watcher.came(blocks, self.book.row_of[blocks])
 
     def _tell_left(self, keys: list[int]) -> None:
         if self.watcher is not None and keys:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import math
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -20,10 +22,14 @@ from nemolab.store.direct_io import address
 from nemolab.store.page_lock import PageLock
 
 Made = TypeVar("Made")
+ASK_AGAIN_S = 1.0  # after RAM was too short to lock more of it
 
 
 class CacheMemory:
-    """The memory of an ExpertCache as the card sees it: page-locked as its rows come into use."""
+    """The memory of an ExpertCache as the card sees it: page-locked as its rows come into use.
+
+    .hidden   some rows could not be locked; .is_late  some of those are now, so that what they hold is to be told again
+    """
 
     def __init__(self, cache: ExpertCache, device):
         rows, self.block_bytes = cache.arena.shape
@@ -35,7 +41,8 @@ class CacheMemory:
                              self.block_bytes, device.locker))
             for first, last in pairwise(borders)
         ]  # fmt: skip
-        self._refused = False
+        self._ask_at = -math.inf  # no memory is locked before
+        self.hidden = self.is_late = False
         # It holds the memory: closed late, or never but forgotten, that stays until it is unlocked. Unmapped before, it
         # would stay locked with nothing in it, and the driver would refuse what comes to lie there next.
         self._forgotten = weakref.finalize(self, _unlock, [lock for _, lock in self._ranges], cache.arena)
@@ -53,20 +60,31 @@ class CacheMemory:
     def address_of(self, row: int) -> int:
         return self.address + row * self.block_bytes
 
-    def is_seen(self, row: int) -> bool:
-        """Can the card read this row by itself? Its memory is locked now, if the driver lets it."""
+    def addresses_seen(self, rows: np.ndarray) -> np.ndarray:
+        """Of rows [n], int64; 0 for those that the card does not read by itself, whatever was tried."""
+        addresses = self.address + self.block_bytes * rows.astype(np.int64)
+        if rows.max() >= self.seen_rows:
+            addresses[[not self.lock_row(row) for row in rows.tolist()]] = 0
+        return addresses
+
+    def lock_row(self, row: int) -> bool:
+        """Can the card read this row by itself? Its memory is locked now, where it is not yet and if that may be."""
         first, lock = self._ranges[-1] if row >= self._ranges[-1][0] else self._ranges[0]
         end = (row - first + 1) * self.block_bytes
-        if end > lock.locked_bytes and not self._refused:
+        if end > lock.locked_bytes and time.monotonic() >= self._ask_at:
             problem = lock.grow(end)
-            if problem is not None:
-                self._refused = True
+            if problem is None:
+                self.hidden, self.is_late = False, self.hidden or self.is_late
+            elif not self.hidden:
+                self.hidden = True
                 say(f"cache: {problem}; experts beyond that take the way through a small ring, which is slower")
+            if problem is not None:  # the driver's word stands, RAM may be there again
+                self._ask_at = math.inf if problem.by_driver else time.monotonic() + ASK_AGAIN_S
         return end <= lock.locked_bytes
 
     def give_back(self) -> int:
         """Unlock a chunk at the end, which nothing on the card may be reading, and lock no more. Its bytes; 0: none."""
-        self._refused = True
+        self._ask_at, self.hidden = math.inf, True
         return next((size for _, lock in self._ranges if (size := lock.shrink())), 0)
 
     def close(self) -> None:
@@ -100,12 +118,17 @@ class Finder:
         memory = self._memory
         rows, missing, wait = self.cache.fetch(layer, experts)
         addresses = memory.address + memory.block_bytes * np.array(rows, np.int64)
-        if self.keeper.behind:
-            self._tell_hits(layer, experts, rows, missing)
-        if max(rows) < memory.seen_rows or all([memory.is_seen(row) for row in rows]):
+        if max(rows) < memory.seen_rows:
+            return Fetch(addresses, missing, wait)
+        for row in rows:
+            memory.lock_row(row)
+        if memory.is_late:
+            memory.is_late = False
+            self.cache.retell()
+        if max(rows) < memory.seen_rows:
             return Fetch(addresses, missing, wait)
         ring = self._open_ring()
-        hidden = [rank for rank, row in enumerate(rows) if not memory.is_seen(row)]
+        hidden = [rank for rank, row in enumerate(rows) if row >= memory.seen_rows]
         sources = addresses[hidden].tolist()
         places = [ring.address + rank * memory.block_bytes for rank in hidden]
         addresses[hidden] = places
@@ -116,12 +139,6 @@ class Finder:
                 ctypes.memmove(place, source, memory.block_bytes)
 
         return Fetch(addresses, sorted({*missing, *hidden}), wait_and_copy)
-
-    def _tell_hits(self, layer: int, experts: list[int], rows: list[int], missing: list[int]) -> None:
-        """What is there, once more: the table may have been emptied after it came."""
-        first = layer * self.cache.store.n_experts
-        hits = [(first + experts[rank], row) for rank, row in enumerate(rows) if rank not in missing]
-        self.keeper.came([block for block, _ in hits], [row for _, row in hits])
 
     def _open_ring(self) -> PinnedArray:
         if self._ring is None:
@@ -141,13 +158,17 @@ class Finder:
             try:
                 return make()
             except NotLocked as problem:
-                refusal = str(problem)  # alone: the error would hold what was made half
+                # Alone: the error would hold what was made half. Where RAM is short, unlocking some of it frees none.
+                refusal, may_help = str(problem), problem.by_driver
             self._device.wait()
-            if not self._memory.give_back():
-                raise EngineError(
-                    f"the driver does not page-lock memory for {what}, and the card reaches no other: {refusal}"
-                )
-            self.keeper.start_over()
+            if not may_help or not self._memory.give_back():
+                raise EngineError(f"no memory is page-locked for {what}, and the card reaches no other: {refusal}")
+            self.start_over()
+
+    def start_over(self) -> None:
+        """Let the card know anew what is where, from nothing. It must be done with all that was queued."""
+        self.keeper.start_over()
+        self.cache.retell()
 
     def close(self) -> None:
         if self._ring is not None:

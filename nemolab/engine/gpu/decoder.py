@@ -70,16 +70,16 @@ class Decoder:
         # The layers of each stretch that are no MoE layers: first and last + 1.
         self._between = list(zip([0, *(place + 1 for place in places)], [*places, len(layers)], strict=True))
         self._logits = PinnedArray((vocab,), np.float32, device.locker)
-        self._whole = True
+        self._is_sound = True
 
     def run(self, embedding: torch.Tensor, state: State) -> torch.Tensor:
         """One token: embedding float32 [hidden] on the CPU -> logits float32 [vocab] there; the state moves on by it.
 
         Raises StoreError and EngineError; the state is then of no use any more, everything else is.
         """
-        if not self._whole:
+        if not self._is_sound:
             self._recover()
-        self._whole = False
+        self._is_sound = False
         parts, step, finder = self._parts, self._parts.step, self._finder
         growing = [layer for layer in state.layers if isinstance(layer, AttentionState)]
         self._attention.reserve(growing)
@@ -115,7 +115,7 @@ class Decoder:
             parts.record.hand_over()
         for layer in growing:
             layer.tokens += 1
-        self._whole = True
+        self._is_sound = True
         return torch.from_numpy(self._logits.array.copy())
 
     def _queue(self, number: int, state: State) -> None:
@@ -135,7 +135,7 @@ class Decoder:
         """After a token that broke off anywhere: whatever it had queued is done, and nothing it half wrote is used."""
         self._parts.stretches.drop()  # first: as long as a graph is being recorded, waiting fails
         self._device.wait()
-        self._finder.keeper.start_over()
+        self._finder.start_over()
         self._parts.step.start_over()
 
     def close(self) -> None:

@@ -88,9 +88,12 @@ class KeepingStep(MoeStep):
             self.early_used += sum(chosen[place] in self._early_blocks for place in np.flatnonzero(kinds == _HELD))
         self._early_blocks, self._settling = set(), self._early_blocks
         waves = [*spread(tuple(self.waves), copied), *([late] if late else [])]
-        self._run_waves(
-            waves, lambda: self._bind(layer, 2 + self._tell_places(addresses, order)), wait if late else None, held
-        )
+
+        def bind():
+            self._tell_places(addresses, order)
+            return self._bind(layer, bank, places=True), late
+
+        self._run_waves(waves, bind, wait if late else None, held)
         self._sum(layer)
         return late
 

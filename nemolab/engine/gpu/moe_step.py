@@ -111,7 +111,7 @@ class MoeStep:
         self.weights = torch.zeros(top_k, device=there)
         self.step = operators.ExpertStep(inter, width, top_k, there)
         self._combine = operators.Combine(top_k, self.step.parts, width)
-        self._bound: dict[tuple[int, int], object] = {}
+        self._bound: dict[tuple[int, int, bool], object] = {}
         self._bound_sums: dict[int, Callable[[], None]] = {}
         n_layers, n_experts = table.host.shape
         self._seen = np.empty(n_experts, np.int64)
@@ -120,6 +120,8 @@ class MoeStep:
         self._told = PinnedArray((2, 2, top_k), np.int64, device.locker)
         self._told_there = torch.zeros(2, 2, top_k, dtype=torch.int64, device=there)
         self._turn, self._rank_order = 0, np.arange(top_k)
+        if slots is not None and slots < 2 * top_k:
+            raise EngineError(f"{slots} slots on the card; two banks of {top_k} are needed at least")
         if strategy in COPYING:
             stride = _stride(strategy, inter, width)
             self._banks = torch.empty(slots or 2 * top_k, stride, dtype=torch.uint8, device=there)
@@ -169,9 +171,9 @@ class MoeStep:
     def choice(self, layer: int) -> list[int]:
         """Wait until the card has told a layer's choice: ids in rank order.
 
-        Raises EngineError when it does not come: then the card has failed, and the next call of torch says how.
+        Raises EngineError when it does not come, or what torch says of a card that has failed.
         """
-        if not wait_for_ids(self._choices.array[layer]):
+        if not wait_for_ids(self._choices.array[layer], self._device.main_stream().query):
             raise EngineError(f"the card did not tell which experts layer {layer} chose; it may have failed")
         return self._choices.array[layer].tolist()
 
@@ -188,16 +190,16 @@ class MoeStep:
         """A second launch for the experts that the first had to leave out."""
         late = self._not_in(self._seen, layer, fetch.missing)
         if late:
-            bank = self._tell_places(fetch.addresses, late)
+            self._tell_places(fetch.addresses, late)
             if fetch.missing:
                 fetch.wait()
-            self._bind(layer, 1 + bank).launch(amount=ROWS, count=len(late))
+            self._bind(layer, self._turn, places=True).launch(amount=ROWS, count=len(late))
             self._sum(layer)
         return len(late)
 
     def _copy_and_compute(self, layer: int, fetch: Fetch) -> int:
         addresses, missing, wait = fetch
-        bank, waves, order, late = self._turn, self.waves, self._rank_order, missing
+        bank, waves, order = self._turn, self.waves, self._rank_order
         if missing:
             # What is there crosses the bus while the disk is read: those ranks come first, in waves of their own.
             order = np.argsort(np.isin(order, missing), kind="stable")
@@ -205,70 +207,71 @@ class MoeStep:
             waves = [*spread(tuple(self.waves), self.top_k - len(missing)), len(missing)]
 
         def bind():
-            nonlocal late
-            if self.strategy != "whole":
-                late = self._not_in(self.table.host[layer], layer, missing)
-            return self._bind(layer, 2 + self._tell_places(addresses, order) if late else bank)
+            late = missing if self.strategy == "whole" else self._not_in(self.table.host[layer], layer, missing)
+            if late:
+                self._tell_places(addresses, order)
+            return self._bind(layer, bank, places=bool(late)), len(late)
 
         self._sources[:] = addresses[order]
-        self._run_waves(waves, bind, wait if missing else None)
+        late = self._run_waves(waves, bind, wait if missing else None)
         self._sum(layer)
-        return len(late)
+        return late
 
-    def _run_waves(self, waves: Sequence[int], bind: Callable, wait: Callable | None, held: int = 0) -> None:
+    def _run_waves(self, waves: Sequence[int], bind: Callable, wait: Callable | None, held: int = 0) -> int:
         """Queue copies and kernels of a layer's experts, wave by wave, each kernel behind the copies of its wave.
 
         waves  experts of each; held  come before them: of these nothing is copied
-        bind   the kernel to launch, asked once the first copies are queued: until then the bus is idle
+        bind   answers the kernel to launch, and how many experts come late, which is returned: it is asked once the
+               first copies are queued, since until then the bus is idle
         wait   comes before the last wave, whose blocks are being read, or None
         """
         amount, main = GROUPED if self.strategy == "grouped" else ROWS, self._device.main_stream()
         bound, first = None, held
         if held:
-            bound = bind()
+            bound, late = bind()
             bound.launch(amount=amount, first=0, count=held)
         for number, count in enumerate(waves):
             if wait and number == len(waves) - 1:
                 wait()
             self._batches[self._turn].run(first, count)
-            bound = bound or bind()
+            if bound is None:
+                bound, late = bind()
             self._copied[number].record(self._copies)
             main.wait_event(self._copied[number])
             bound.launch(amount=amount, first=first, count=count)
             first += count
         self._done[self._turn].record(main)
+        return late
 
     def _not_in(self, table: np.ndarray, layer: int, missing: Sequence[int]) -> list[int]:
         """Ranks of a layer's choice that a row of the table does not name, and those that are missing."""
         late = np.flatnonzero(table[self._choices.array[layer]] == 0).tolist()
         return sorted({*late, *missing}) if missing else late
 
-    def _tell_places(self, addresses: np.ndarray, ranks: Sequence[int]) -> int:
-        """Queue the way of addresses, and of ranks in the order they are computed in, to the card; into which bank."""
+    def _tell_places(self, addresses: np.ndarray, ranks: Sequence[int]) -> None:
+        """Queue the way of addresses, and of ranks in the order they are computed in, to the card: of this bank."""
         bank = self._turn
         told = self._told.array[bank]
         told[0] = addresses
         told[1].view(np.int32)[: len(ranks)] = ranks
         size = 16 * self.top_k
         self._device.copy(self._told_there[bank].data_ptr(), self._told.address + size * bank, size)
-        return bank
 
-    def _bind(self, layer: int, which: int):
-        """The kernel on a layer's buffers. For `pull`: the first launch, the second from one bank of what was told or
-        the other. Else: a bank of slots and the table, the other; with what was told instead of the table."""
-        bound = self._bound.get((layer, which))
+    def _bind(self, layer: int, bank: int, places: bool = False):
+        """The kernel on a layer's buffers, with a bank of slots where the strategy has any.
+
+        places  experts lie where `_tell_places` said, in the order it said; else where the table says, by rank
+        """
+        bound = self._bound.get((layer, bank, places))
         if bound is None:
-            ranks, told, there = None, None, (self.table.device[layer], self.ids)
-            bank = (which - 1 if self.strategy == "pull" else which) % 2
-            if which >= (1 if self.strategy == "pull" else 2):
-                told = (self._told_there[bank, 0], self.step.all_ranks)
+            ranks, down = None, (self.table.device[layer], self.ids)
+            if places:
+                down = (self._told_there[bank, 0], self.step.all_ranks)
                 ranks = self._told_there[bank, 1].view(torch.int32)[: self.top_k]
-            up = down = told or there
-            if self.strategy != "pull":
-                up = (self._slots_there[bank], self.step.all_ranks)
-                down = up if self.strategy == "whole" else down
+            up = (self._slots_there[bank], self.step.all_ranks) if self.strategy in COPYING else down
+            down = up if self.strategy == "whole" else down
             bound = self.step.bind(up, down, self.ids, self._scales_2[layer], self.x, ranks)
-            self._bound[layer, which] = bound
+            self._bound[layer, bank, places] = bound
         return bound
 
     def _sum(self, layer: int) -> None:
@@ -282,7 +285,7 @@ class MoeStep:
         return self._choices.address + 4 * layer * self.top_k
 
     def start_over(self) -> None:
-        """After a token that broke off, once the card is done with it."""
+        """After a token that broke off, once the card is done with it: here no step needs what one before it left."""
 
     def close(self) -> None:
         """Wait for the card and give page-locked memory back. Closing twice is fine."""

@@ -144,7 +144,7 @@ class PromptExperts:
         turn, self._turn, copies = self._turn, 1 - self._turn, self._copies
         self._sources[turn, : len(rows)] = [self._memory.address_of(row) for row in rows]
         copies.wait_event(self._done[turn])
-        if all([self._memory.is_seen(row) for row in rows]) and self._batches:
+        if all([self._memory.lock_row(row) for row in rows]) and self._batches:
             self._batches[turn].run(0, len(rows))
         else:
             for to, source in zip(self._to[turn].tolist(), self._sources[turn, : len(rows)].tolist(), strict=False):

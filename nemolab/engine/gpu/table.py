@@ -20,6 +20,7 @@ class ExpertTable:
 
     def __init__(self, n_layers: int, n_experts: int, device, operators):
         self.host = np.zeros((n_layers, n_experts), np.int64)
+        self._entries = self.host.reshape(-1)  # by block
         self.device = torch.zeros(n_layers, n_experts, dtype=torch.int64, device=device.torch_device)
         self._write = operators.WriteTable(self.device)
         # Changes lie in a ring until the card has read them; an event a half of it says that it has.
@@ -33,16 +34,19 @@ class ExpertTable:
         self.update(layer * self.host.shape[1] + experts, addresses)
 
     def update(self, blocks: np.ndarray | list[int], addresses: np.ndarray | list[int] | int) -> None:
-        """The same for blocks (layer * n_experts + expert) of any layers, each named once: one launch for 128."""
-        pairs = np.empty((len(blocks), 2), np.int64)
-        pairs[:, 0], pairs[:, 1] = blocks, addresses
-        self.host.reshape(-1)[pairs[:, 0]] = pairs[:, 1]
-        for first in range(0, len(pairs), MOST):
-            piece = pairs[first : first + MOST]
-            turn, count = self._turn, len(piece)
+        """The same for blocks (layer * n_experts + expert) of any layers: one launch for 128.
+
+        A block named more than once must have the same address each time: the card writes them in no order.
+        """
+        blocks = np.asarray(blocks, np.int64)
+        addresses = np.broadcast_to(np.asarray(addresses, np.int64), blocks.shape)
+        self._entries[blocks] = addresses
+        for first in range(0, len(blocks), MOST):
+            turn, count = self._turn, min(MOST, len(blocks) - first)
             if turn % _HALF == 0:
                 self._read[turn // _HALF].synchronize()
-            self._changes.array[turn, :count] = piece
+            pairs = self._changes.array[turn]
+            pairs[:count, 0], pairs[:count, 1] = blocks[first : first + count], addresses[first : first + count]
             self._write.launch(self._changes.address + 16 * MOST * turn, count)
             if turn % _HALF == _HALF - 1:
                 self._read[turn // _HALF].record()
@@ -63,38 +67,37 @@ class TableKeeper:
 
     A block that left may still be named by the table until then. That is soon enough: the layer under way uses no block
     that leaves while it is the cache's running batch, and the one before it is done once a choice is known.
-    .behind  it was emptied, so that there may be blocks it does not name: those that are used are to be told again
     """
 
     def __init__(self, table: ExpertTable, memory):
         self._table, self._memory = table, memory
-        self._changes: dict[int, int] = {}  # block -> its address, or 0
-        self.behind = False
+        self._wanted = table.host.reshape(-1).copy()  # what the table is to say of each block
+        self._changed: list[np.ndarray | list[int]] = []  # blocks of which it may say something else
 
-    def came(self, blocks: list[int], rows: list[int]) -> None:
+    def came(self, blocks: np.ndarray, rows: np.ndarray) -> None:
         """These blocks are whole, in these rows of the cache. Rows that the card does not see stay out of the table."""
-        memory = self._memory
-        self._changes |= {
-            block: memory.address_of(row) for block, row in zip(blocks, rows, strict=True) if memory.is_seen(row)
-        }
+        self._changed.append(blocks)  # first: what an interrupt leaves half-told is told again as it was
+        self._wanted[blocks] = self._memory.addresses_seen(rows)
 
     def left(self, blocks: list[int]) -> None:
         """The memory of these blocks is about to be used for others."""
-        self._changes |= dict.fromkeys(blocks, 0)  # in one step that no interrupt cuts in two
+        self._changed.append(blocks)
+        self._wanted[blocks] = 0
 
     def find(self, block: int) -> int:
         """Where the card can read a block by itself, what is not flushed yet included; 0: nowhere."""
-        return self._changes.get(block, int(self._table.host.flat[block]))
+        return int(self._wanted[block])
 
     def flush(self) -> None:
         """Let the card know, in the order of its stream."""
-        if self._changes:
-            self._table.update(list(self._changes), list(self._changes.values()))
+        if self._changed:
+            blocks = np.concatenate(self._changed) if len(self._changed) > 1 else self._changed[0]
+            self._table.update(blocks, self._wanted[blocks])
             # Not before: should an interrupt come first, the same changes are told again.
-            self._changes = {}
+            self._changed = []
 
     def start_over(self) -> None:
-        """Let the table be empty, whatever was told: after a token that broke off."""
-        self.behind = True
+        """Let the table be empty, whatever was told: what is there is to be told again (`ExpertCache.retell`)."""
         self._table.clear()
-        self._changes = {}
+        self._wanted[:] = 0
+        self._changed = []

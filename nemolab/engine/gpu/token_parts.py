@@ -110,7 +110,7 @@ class Guesses:
     def learn(self, layer: int) -> np.ndarray:
         """Those made in a layer, int32 [count] by rank; waits for the card. Raises EngineError where it tells none."""
         told = self._told.array[layer]
-        if not wait_for_ids(told):
+        if not wait_for_ids(told, self._device.main_stream().query):
             raise EngineError(f"the card did not tell what layer {layer} guesses; it may have failed")
         return told
 
