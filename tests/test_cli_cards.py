@@ -112,7 +112,8 @@ def test_options_of_the_same_name_are_the_same(words, name):
 def test_options_looked_at_are_those_that_there_are():
     assert {(" ".join(words), name) for words, name in HAVE if name != "--device"} == {
         ("chat", "--transfer"), ("trace", "--transfer"), ("bench decode", "--transfer"),
-        ("bench card-memory", "--transfer"), ("chat", "--vram"), ("trace", "--vram"), ("bench decode", "--vram"),
-        ("bench card-memory", "--vram"), ("bench prefill", "--vram"), ("chat", "--ram-cache"), ("trace", "--ram-cache"),
-        ("bench trace", "--ram-cache"), ("bench turns", "--transfer"), ("bench turns", "--vram"),
+        ("bench card-memory", "--transfer"), ("chat", "--vram"), ("trace", "--vram"), ("compare", "--vram"),
+        ("bench decode", "--vram"), ("bench card-memory", "--vram"), ("bench prefill", "--vram"),
+        ("bench turns", "--transfer"), ("bench turns", "--vram"),
+        ("chat", "--ram-cache"), ("trace", "--ram-cache"), ("bench trace", "--ram-cache"),
     }  # fmt: skip

@@ -106,6 +106,7 @@ def record_one(monkeypatch, device: str, figures) -> list[tuple]:
     control = {"name": "swapped nibbles", "ppl": math.inf, "kl_mean_least": 3.0}
     repeats = {"prompt_tokens": 8, "steps": 2, "logits_sha256": {"first": "a", "again": "a", "another process": "b"}}
     shared = {"model": "m", "threads": 2, "device": device, "store_layout": "neuron"}
+    shared["vram_gib"] = None if device == "cpu" else 8.0
     record_comparison(shared | {"texts": [text], "controls": [control], "determinism": repeats}, datetime.now(UTC))
     return rows
 
@@ -124,7 +125,7 @@ def test_recorded_comparisons_keep_what_is_finite(monkeypatch, capsys):
 
 def test_recorded_comparisons_of_cards_say_so_and_hold_the_cpu_beside(monkeypatch):
     rows = record_one(monkeypatch, "cuda", RECORDED | RECORDED_OF_CARDS)
-    assert all(row[3]["device"] == "cuda" for row in rows)
+    assert all((row[3]["device"], row[3]["vram_gib"]) == ("cuda", 8.0) for row in rows)
     assert [row[0] for row in rows[:-2]] == [f"compare.{name}" for name in RECORDED | RECORDED_OF_CARDS]
 
 

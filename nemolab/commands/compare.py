@@ -5,7 +5,7 @@ from datetime import datetime
 
 import click
 
-from nemolab.commands.device import device_option, refuse_rows_of_twins
+from nemolab.commands.device import device_option, refuse_on_cpu, refuse_rows_of_twins, vram_option
 from nemolab.commands.verb import (
     Answer,
     PathName,
@@ -44,8 +44,9 @@ RECORDED_OF_CARDS = {
     help="Compare on these .txt files instead of data/texts.",
 )
 @device_option()
+@vram_option()
 @click.option("--record", is_flag=True, help="Keep the figures as rows in data/measurements.")
-def compare(path, store, texts, device, record):
+def compare(path, store, texts, device, vram, record):
     """Does the engine compute what the model is?
 
     The reference is transformers' own NemotronH in fp32 on the CPU, with weights from the vendor's files (not from
@@ -58,11 +59,12 @@ def compare(path, store, texts, device, record):
     \b
     Examples:
       nemolab compare
-      nemolab compare --device cuda
+      nemolab compare --device cuda --vram 8GiB
       nemolab compare /models/nemotron-super --store /nvme/super --json
     """
-    share_cores()
+    refuse_on_cpu(device, vram=vram)
     refuse_rows_of_twins(record, device)
+    share_cores()
     from nemolab.compare import compare as measure
 
     data = measure(
@@ -71,6 +73,7 @@ def compare(path, store, texts, device, record):
         texts=texts,
         progress=progress_bar("compare", " steps"),
         device=device,
+        vram_gib=vram,
     )
     figures = ["kl_mean", "kl_max", "kl_mean_decode"]
     if device != "cpu":
@@ -112,7 +115,7 @@ def record_comparison(data: dict, began: datetime) -> None:
     rows: list[dict] = []
     shared = {"model": data["model"], "threads": data["threads"], "layout": data["store_layout"]}
     if data["device"] != "cpu":
-        shared["device"] = data["device"]
+        shared |= {"device": data["device"], "vram_gib": data["vram_gib"]}
     for text in data["texts"]:
         for name, unit in (RECORDED | (RECORDED_OF_CARDS if data["device"] != "cpu" else {})).items():
             keep(name, text[name], unit, text=text["name"], tokens=text["tokens"], greedy_of=text["greedy_of"])

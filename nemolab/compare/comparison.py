@@ -19,7 +19,9 @@ from nemolab.compare.measures import Divergence, check_self, diverge, score, sco
 from nemolab.compare.reference import Reading, Reference
 from nemolab.compare.result import Bounds, Result, TextResult
 from nemolab.compare.texts import Text, Texts, Tokens, load_texts
+from nemolab.engine.arguments import check_place
 from nemolab.engine.transfers import TRANSFERS
+from nemolab.engine.trials import Trials
 from nemolab.errors import NemolabError
 from nemolab.progress import Progress
 from nemolab.store import Store, check_source, ensure_store
@@ -47,6 +49,7 @@ def compare(
     texts: Texts = None,
     progress: Progress | None = None,
     device: str = "cpu",
+    vram_gib: float | None = None,
 ) -> dict:
     """Hold the engine against transformers' float32 model of the same checkpoint.
 
@@ -55,18 +58,21 @@ def compare(
     texts     None: `data/texts`; or a folder, files, or a mapping of names to strings or token ids
     progress  called with (done, total) after each part of the work
     device    of the engine, as `Engine` takes it; the reference stays on the CPU
+    vram_gib  of a card's memory, for each engine on it: one at a time is open
 
     Returns the document of `nemolab compare --json`: `texts`, `controls`, `deterministic`, `passed`, `problems`, and
     how each figure was taken. Raises NemolabError (of any kind) when something could not be measured at all.
     """
-    return Comparison(path, store=store, texts=texts, progress=progress, device=device).run().to_dict()
+    where = {"device": device, "vram_gib": vram_gib}
+    return Comparison(path, store=store, texts=texts, progress=progress, **where).run().to_dict()
 
 
 class Comparison:
     """One comparison in stages. The engine is closed before the reference reads, and opened anew for the controls."""
 
-    def __init__(self, path, *, store=None, texts=None, progress=None, device="cpu"):
-        self.device = device
+    def __init__(self, path, *, store=None, texts=None, progress=None, device="cpu", vram_gib=None):
+        self.device = check_place(device, None, vram_gib, Trials())
+        self._where = {"device": self.device, "vram_gib": vram_gib}
         self.checkpoint = open_checkpoint(path)
         self.config = self.checkpoint.config
         self.tokens = Tokens(self.checkpoint)
@@ -90,7 +96,7 @@ class Comparison:
             ways = [] if self.device == "cpu" else [{"transfer": way} for way in TRANSFERS]
             runs = self._do(repeat_runs, self.make_engine, prompt, slots, ways)
         # The other process works beside the reference: by then this one holds no engine.
-        with OtherProcess(self.checkpoint.path, self.store.path, prompt, slots, self.device) as other:
+        with OtherProcess(self.checkpoint.path, self.store.path, prompt, slots, self._where) as other:
             with self._timed("reference"):
                 references, about_reference = self.read_reference(readings)
             with self._timed("other_process"):
@@ -117,7 +123,7 @@ class Comparison:
                 "model": self.checkpoint.path.resolve().name,
                 "tokenizer_sha256": self.tokens.sha256,
                 "store_layout": self.store.layout,
-                "device": self.device,
+                **self._where,
                 "threads": torch.get_num_threads(),
             },
             seconds=self.seconds,
@@ -126,12 +132,11 @@ class Comparison:
     def make_engine(self, store: Store | None = None, **settings) -> Engine:
         from nemolab.engine import Engine
 
-        settings = {"device": self.device} | settings
-        return Engine(self.checkpoint.path, store=store or self.store, **settings)
+        return Engine(self.checkpoint.path, store=store or self.store, **self._where | settings)
 
     def read_cpu_engine(self, readings: dict[str, EngineReading]) -> dict[str, tuple[Divergence, Divergence]]:
         """By text: how far the card's engine lies from the CPU's, KL(CPU || card), in the prompt pass and in decode."""
-        with self._timed("cpu_engine"), self.make_engine(device="cpu") as engine:
+        with self._timed("cpu_engine"), self.make_engine(device="cpu", vram_gib=None) as engine:
             return {text.name: self._do(self._diverge_from, engine, text, readings[text.name]) for text in self.texts}
 
     def _diverge_from(self, engine: Engine, text: Text, card: EngineReading) -> tuple[Divergence, Divergence]:

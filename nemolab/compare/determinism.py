@@ -77,12 +77,13 @@ def repeat_runs(
 class OtherProcess:
     """The same run in a process of its own, which works while this one does something else.
 
+    where  of its engine, as `Engine` takes it: device, vram_gib
     Use it in a `with` block: leaving it ends the process, whatever happened.
     """
 
-    def __init__(self, path: Path, store_path: Path, ids: list[int], slots: int, device: str = "cpu"):
+    def __init__(self, path: Path, store_path: Path, ids: list[int], slots: int, where: dict):
         request = {"path": str(path), "store": str(store_path), "ids": ids, "steps": STEPS, "slots": slots}
-        request["device"] = device
+        request["where"] = where
         self._process = subprocess.Popen(
             [sys.executable, "-c", f"from {__name__} import answer_as_other_process; answer_as_other_process()"],
             stdin=subprocess.PIPE,
@@ -121,8 +122,8 @@ def answer_as_other_process() -> None:
 
     request = json.load(sys.stdin)
     set_num_threads(request["threads"])  # the order of a sum may depend on how many take part
-    settings = {"store": request["store"], "ram_cache_slots": request["slots"], "device": request["device"]}
-    with Engine(request["path"], **settings) as engine:
+    settings = {"store": request["store"], "ram_cache_slots": request["slots"]}
+    with Engine(request["path"], **settings, **request["where"]) as engine:
         print(json.dumps({"logits_sha256": hash_logits(engine, request["ids"], request["steps"])}))
 
 
