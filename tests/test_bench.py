@@ -99,6 +99,19 @@ def test_bookkeeping_bench_runs_the_real_cache_without_reads(tmp_path):
         bench_bookkeeping(repeats=2)
 
 
+@pytest.mark.parametrize("device", ["twin", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_bookkeeping_of_a_card_is_that_of_its_table_too(device, monkeypatch):
+    from nemolab.engine.gpu.table import ExpertTable
+
+    told, update = [], ExpertTable.update
+    monkeypatch.setattr(ExpertTable, "update", lambda table, *what: told.append(table) or update(table, *what))
+    found = bench_bookkeeping(tokens=2, repeats=3, warm_up=5, prefetch=2, shape=(4, 32, 3), device=device)
+    rows = {row["name"]: row["settings"] for row in found["rows"]}
+    assert rows["bookkeeping.card"]["hit_rate"] == rows["bookkeeping.fetch"]["hit_rate"]
+    assert rows["bookkeeping.card_ahead"]["prefetch"] == 2 and found["card_ms"] > 0 < found["card_ahead_ms"]
+    assert len({id(table) for table in told}) == 2, "a table each, and both were told"
+
+
 def test_guesses_of_the_bookkeeping_bench_are_right_as_often_as_it_says():
     from nemolab.measure.bench_bookkeeping import GUESSES_RIGHT, draw_guesses
     from nemolab.trace.synthetic import sticky_trace

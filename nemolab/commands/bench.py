@@ -228,22 +228,26 @@ def replay(trace, tokens, alone, repeats, record):
 @click.option("--policy", default="lru", show_default=True, help="What leaves the cache, as in `nemolab simulate`.")
 @click.option("--tokens", type=click.IntRange(min=1), default=20, show_default=True, help="In a row, for a sample.")
 @click.option("--repeats", type=click.IntRange(min=3), default=15, show_default=True, help="Rounds.")
+@device_option()
 @click.option("--record", is_flag=True, help="Keep the samples as rows in data/measurements.")
-def bookkeeping(prefetch, policy, tokens, repeats, record):
+def bookkeeping(prefetch, policy, tokens, repeats, device, record):
     """CPU time that the RAM cache needs to decide, for the 880 lookups of one token of Nemotron-3-Super.
 
     Synthetic routing with the published hit rate; reads cost nothing here, so that only decisions, tables and rows are
     timed: CPU milliseconds of one thread. lookup is without reads ahead, lookup_ahead with them, fetch in the two steps
     that a card's engine takes, decisions the part of lookup that a replay does too. The target is 1 ms for lookup.
+    With --device cuda also card and card_ahead: fetch, and the table on the card that says where experts lie.
 
     \b
     Examples:
       nemolab bench bookkeeping
+      nemolab bench bookkeeping --device cuda --record
       nemolab bench bookkeeping --policy sieve --json
     """
     from nemolab.measure.bench_bookkeeping import bench_bookkeeping
 
-    return answer_with_rows(bench_bookkeeping(tokens, repeats, prefetch, policy), record)
+    refuse_rows_of_twins(record, device)
+    return answer_with_rows(bench_bookkeeping(tokens, repeats, prefetch, policy, device=device), record)
 
 
 bench.add_command(decode)
