@@ -18,7 +18,7 @@ from synthetic import one_thread, write_checkpoint
 from nemolab.engine import Engine, engine, turns
 from nemolab.engine.arguments import find_store
 from nemolab.engine.gpu import cache_memory, model, pinned, side
-from nemolab.engine.gpu.device import StandIn
+from nemolab.engine.gpu.device import Card, StandIn
 from nemolab.store import files, page_lock
 
 IDS = list(range(40, 52))
@@ -141,3 +141,25 @@ def test_an_interrupt_wherever_it_comes_in_closing_leaves_nothing_once_it_is_clo
         assert card.limit_bytes is None
         lines += 3  # all of them take half a minute
     assert lines > 100
+
+
+def test_a_limit_ends_with_a_card_that_is_forgotten(monkeypatch):
+    """torch keeps it for the process: whoever opens an engine again, without closing the first, is not held to it."""
+    fractions = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: fractions.append(share))
+
+    def limit(nbytes):
+        card = object.__new__(Card)
+        card.torch_device, card.total_bytes = torch.device("cuda", 0), 2**33
+        card.set_limit(nbytes)
+        return card
+
+    first, second = limit(2**31), limit(2**32)
+    assert fractions == [0.25, 0.25]
+    del first
+    assert fractions == [0.25, 0.25, 0.5]
+    second.set_limit(2**30)
+    second.set_limit(None)
+    del second
+    assert fractions == [0.25, 0.25, 0.5, 0.125, 1.0]

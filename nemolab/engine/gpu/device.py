@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import re
 import reprlib
+import weakref
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -48,11 +49,11 @@ class Card:
     """
 
     _open: WeakSet[Card] = WeakSet()  # torch keeps one account, and one limit, for the whole process
-    _limited: WeakSet[Card] = WeakSet()
+    _limits: ClassVar[dict[int, tuple[torch.device, int]]] = {}  # by card's id, of those that have one
 
     def __init__(self, index: int):
         _check_card(index)
-        self._beside, self._limit_bytes = beside_of(index), None  # looked at before this process touches the card
+        self._beside = beside_of(index)  # looked at before this process touches the card
         self._beside.enter(torch.cuda.memory_reserved(index))  # 0 where torch has not begun, which this does not change
         try:
             self.torch_device = torch.device("cuda", index)
@@ -118,13 +119,28 @@ class Card:
 
         It holds for the process: of several engines on a card, the tightest limit.
         """
+        place = id(self), self.torch_device, self.total_bytes
         with allocator.LOCK:
-            self._limit_bytes = nbytes
-            (self._limited.discard if nbytes is None else self._limited.add)(self)
-            limits = [card._limit_bytes for card in self._limited if card.torch_device == self.torch_device]
-            fraction = min(1.0, min(limits) / self.total_bytes) if limits else 1.0
-            torch.cuda.set_per_process_memory_fraction(fraction, self.torch_device)
-            self.release()
+            if nbytes is not None and id(self) not in self._limits:
+                # Who never closes an engine, but opens another under its name, is not to be held to its limit.
+                weakref.finalize(self, self._forget_limit, *place).atexit = False
+            self._set_limit(*place, nbytes)
+
+    @classmethod
+    def _set_limit(cls, key: int, device: torch.device, total_bytes: int, nbytes: int | None) -> None:
+        with allocator.LOCK:
+            if nbytes is None:
+                cls._limits.pop(key, None)
+            else:
+                cls._limits[key] = device, nbytes
+            limits = [limit for where, limit in cls._limits.values() if where == device]
+            torch.cuda.set_per_process_memory_fraction(min(1.0, min(limits, default=total_bytes) / total_bytes), device)
+            allocator.give_back(device)
+
+    @classmethod
+    def _forget_limit(cls, key: int, device: torch.device, total_bytes: int) -> None:
+        if key in cls._limits:
+            cls._set_limit(key, device, total_bytes, None)
 
     def release(self) -> None:
         """What torch keeps of freed memory goes back to the driver."""
