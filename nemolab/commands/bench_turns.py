@@ -18,12 +18,12 @@ from nemolab.commands.verb import Answer, FiniteRange, checkpoint_argument, tabl
     help="Share of experts that stay in RAM.",
 )
 @click.option(
-    "--prefetch", type=click.IntRange(min=0), default=4, show_default=True, help="Guesses read ahead a layer."
+    "--prefetch", type=click.IntRange(min=0), default=0, show_default=True, help="Guesses read ahead a layer."
 )
 @click.option(
-    "--prompt-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Of each turn's prompt."
+    "--prompt-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Of each turn's prompt."
 )
-@click.option("--tokens", type=click.IntRange(min=1), default=16, show_default=True, help="Of each turn's answer.")
+@click.option("--tokens", type=click.IntRange(min=1), default=8, show_default=True, help="Of each turn's answer.")
 @click.option("--turns", type=click.IntRange(min=1), default=3, show_default=True, help="Of a conversation.")
 @click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="Conversations.")
 @click.option("--threads", type=click.IntRange(min=1), default=None, help="Of both sides; default: torch's.")
@@ -36,7 +36,8 @@ def turns(path, device, transfer, vram, record, **settings):
     texts where the checkpoint's tokenizer knows words, else drawn as often as words come. Caches stay from turn to
     turn, the first turn is not counted, and every logit must be equal to the bit.
 
-    Two engines take turns where RAM allows; with --vram, or too little RAM, one follows the other.
+    Two engines take turns where RAM allows; with --vram, or too little RAM, one follows the other. Each prompt reads
+    most of the model from disk, so that a turn of a large one takes seconds.
 
     \b
     Examples:

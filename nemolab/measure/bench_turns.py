@@ -42,9 +42,9 @@ def bench_turns(
     device: str = "cuda",
     transfer: str | None = None,
     cached: float = CACHED_SHARE,
-    prefetch: int = 4,
-    prompt_tokens: int = 128,
-    tokens: int = 16,
+    prefetch: int = 0,
+    prompt_tokens: int = 64,
+    tokens: int = 8,
     turns: int = 3,
     repeats: int = 1,
     vram_gib: float | None = None,
@@ -53,6 +53,7 @@ def bench_turns(
     """Milliseconds of a prompt and of a token behind it, by whether prompts' experts enter the RAM cache.
 
     path      a checkpoint or a store; cached  the share of its experts that stay in RAM, of 0 to 1
+    prefetch  guesses read ahead a layer, in answers
     prompt_tokens, tokens  of a turn: those of the prompt in one pass, those of the answer one by one
     turns     of a conversation; repeats  conversations: each turn of each is a sample, 3 are needed
     vram_gib  what each engine may take of a card; they then follow one another, since the limit is the process's
