@@ -5,6 +5,7 @@ import os
 import threading
 import weakref
 
+import numpy
 import pytest
 import torch
 from synthetic import write_checkpoint
@@ -145,7 +146,8 @@ def test_a_store_works_in_place_of_the_checkpoint(path, tmp_path, engine):
         ({"ram_cache_gib": 1e-6}, r"cannot hold the 2 experts"),
         ({"ram_cache_slots": 0}, "1 or more"),
         ({"ram_cache_slots": 2.5}, "whole number"),
-        ({"ram_cache_gib": float("nan")}, "positive number"),
+        ({"ram_cache_gib": float("nan")}, "ram_cache_gib is nan; a positive number"),
+        ({"ram_cache_gib": numpy.float32(1e-6)}, r"cannot hold the 2 experts"),
         ({"ram_cache_gib": 100_000}, r"97.66 TiB was asked for, but \d+.\d+ GiB of \d+.\d+ GiB are available"),
         ({"ram_cache_slots": 10**9}, "was asked for"),
         ({"ram_cache_slots": 4, "ram_cache_gib": 1}, "not both"),

@@ -119,6 +119,13 @@ def test_another_program_that_ends_during_a_pass_does_not_hide_what_is_ours():
     driver.used += 10 * MIB
     assert beside.look(0) == 920 * MIB
     beside.leave()
+    driver.used += 2 * GIB
+    beside.enter(0)
+    driver.used -= 2 * GIB
+    assert beside.look(0) == 920 * MIB
+    driver.used += 10 * MIB
+    assert beside.look(0) == 930 * MIB, "theirs are gone, and what comes then is ours"
+    beside.leave()
 
 
 def test_no_more_than_a_plan_expects_is_ours_whatever_goes():
@@ -141,7 +148,7 @@ def test_what_another_program_takes_during_a_pass_is_ours_until_it_goes():
     driver.used = 500 * MIB + 2 * GIB  # ours, and another program's
     assert a_pass(beside) == 500 * MIB + 2 * GIB
     driver.used = 500 * MIB
-    assert a_pass(beside, driver) == 500 * MIB == beside.look(0)
+    assert beside.look(0) == 500 * MIB == a_pass(beside, driver)
 
 
 def test_what_one_engine_takes_while_another_begins_a_pass_is_not_others():

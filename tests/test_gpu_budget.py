@@ -8,12 +8,12 @@ import sys
 import numpy as np
 import pytest
 import torch
-from fake_cards import GIB, MIB, TakenCard
+from fake_cards import GIB, MIB, FakeCard, TakenCard
 from synthetic import one_thread
 
 from nemolab.engine import Engine
 from nemolab.engine.gpu.beside import DIFFERENCE, TOLD
-from nemolab.engine.gpu.plan import least_bytes
+from nemolab.engine.gpu.plan import context_bytes, least_bytes
 from nemolab.errors import EngineError
 
 pytest_plugins = ["card_fixtures"]
@@ -82,6 +82,52 @@ def test_a_budget_that_others_leave_no_room_for_is_said(small_path, monkeypatch,
     assert "are free" not in capsys.readouterr().err
     open_on(TakenCard(512 * MIB), small_path, monkeypatch, vram_gib=2)
     assert "but only 512.00 MiB of the 8.00 GiB of a card are free: close other" in capsys.readouterr().err
+
+
+def test_where_others_leave_less_than_planned_prompts_go_in_shorter_passes(small_path, monkeypatch, capsys):
+    """Still within the same budget, should they let go."""
+    ample = open_on(TakenCard(7 * GIB), small_path, monkeypatch, vram_gib=4)
+    with Engine(small_path, device="twin", vram_gib=4) as engine:
+        assert engine.memory()["card"]["budget_bytes"] == 4 * GIB
+    tight = open_on(TakenCard(ample["total_bytes"] - 1), small_path, monkeypatch, vram_gib=4)
+    said = capsys.readouterr().err
+    assert (ample["piece_tokens"], tight["piece_tokens"]) == (1024, 512)
+    assert (
+        "prompts go in passes of 8192 tokens, in pieces of 512, since only" in said and "close other programs" in said
+    )
+
+
+def open_within(card_gib, path, monkeypatch, **settings):
+    """The engine's account, on a card of so much that nobody else uses."""
+    card = FakeCard(reserved=0, beside=600 * MIB, total=int(card_gib * GIB))
+    card.name, card.total_bytes = "a card", card.usage.total_bytes
+    monkeypatch.setattr("nemolab.engine.gpu.side.open_device", lambda name: card)
+    with Engine(path, device="twin", **settings) as engine:
+        return engine.memory()["card"]
+
+
+@pytest.mark.parametrize("card_gib", [8188 / 1024, 8151 / 1024, 7.6, 7.5])
+def test_a_card_of_8_gb_that_has_a_little_less_is_taken_whole(small_path, monkeypatch, capsys, card_gib):
+    card = open_within(card_gib, small_path, monkeypatch, vram_gib=8)
+    assert card["budget_bytes"] == int(card_gib * GIB) == card["limit_bytes"] + card["planned"]["context_bytes"]
+    assert (
+        f"vram_gib asks for 8.00 GiB, a card has {card_gib:.2f} GiB: that is the budget now" in capsys.readouterr().err
+    )
+
+
+def test_a_card_that_has_much_less_is_named_with_the_least(small_path, monkeypatch, capsys):
+    words = r"asks for 8\.00 GiB; a card has 7\.40 GiB, and about \d+\.\d\d MiB or more of them is needed"
+    with pytest.raises(EngineError, match=words):
+        open_within(7.4, small_path, monkeypatch, vram_gib=8)
+    assert open_within(8, small_path, monkeypatch, vram_gib=8)["budget_bytes"] == 8 * GIB
+    assert "the budget now" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("found_mib", [300, 700, 900])
+def test_what_is_beside_torch_is_planned_as_found_on_this_card(small_path, monkeypatch, found_mib):
+    card = FakeCard(reserved=0, beside=found_mib * MIB)
+    card.name, card.total_bytes = "a card", 8 * GIB
+    assert open_on(card, small_path, monkeypatch, vram_gib=4)["context_bytes"] == context_bytes(found_mib * MIB)
 
 
 @one_thread

@@ -38,8 +38,8 @@ def test_no_bit_of_a_prompt_depends_on_halves_stretches_or_the_cache(device, sma
         fill_cache(engine)
         assert torch.equal(engine.prefill(IDS, engine.new_state()), wanted), "all experts cached"
     for half, pairs in ((1, 4096), (5, 4096), (8, 7), (12, 40)):
-        monkeypatch.setattr(prompt_experts, "HALF", half)
-        monkeypatch.setattr("nemolab.engine.gpu.model.PAIRS", pairs / 1024)  # for each token of a piece
+        monkeypatch.setattr(prompt_experts, "HALF_BLOCKS", half)
+        monkeypatch.setattr("nemolab.engine.gpu.model.PAIRS_PER_PIECE_TOKEN", pairs / 1024)  # for each token of a piece
         with Engine(small_path, device=device, ram_cache_slots=3) as engine:
             assert torch.equal(engine.prefill(IDS, engine.new_state()), wanted), (half, pairs)
 

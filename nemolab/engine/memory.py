@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nemolab.engine.passes import show
+from nemolab.engine.sizes import gib_bytes
 from nemolab.errors import EngineError
 from nemolab.system.memory import Memory, read_memory
 from nemolab.units import show_bytes
@@ -105,11 +106,7 @@ def _wanted_bytes(block_bytes: int, gib: float | None, slots: int | None) -> int
         if isinstance(slots, bool) or not isinstance(slots, int) or not 1 <= slots < 2**63:
             raise EngineError(f"ram_cache_slots is {show(slots)}; a whole number of blocks, 1 or more, is needed")
         return slots * block_bytes
-    if gib is not None:
-        if isinstance(gib, bool) or not isinstance(gib, int | float) or not 0 < gib < 2**33:
-            raise EngineError(f"ram_cache_gib is {show(gib)}; a positive number of GiB is needed")
-        return int(gib * 2**30)
-    return None
+    return None if gib is None else gib_bytes("ram_cache_gib", gib, "a positive number of GiB is needed")
 
 
 def _state(memory: Memory) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nemolab.engine.sizes import gib_bytes
 from nemolab.engine.transfers import COPYING
 from nemolab.errors import EngineError
 
@@ -39,9 +40,9 @@ class Trials:
         for name in ("shared_first", "prompt_enters", "no_graphs"):
             if not isinstance(getattr(self, name), bool):
                 raise EngineError(f"trials: {name} is {getattr(self, name)!r}; True or False is needed")
-        gib, count = self.kept_gib, self.speculate
-        if isinstance(gib, bool) or not isinstance(gib, int | float) or not 0 <= gib < 2**20:
-            raise EngineError(f"trials: kept_gib is {gib!r}; a number of GiB is needed, 0 for none")
+        count = self.speculate
+        gib_bytes("trials: kept_gib", self.kept_gib, "a number of GiB is needed, 0 for none", or_none=True)
+        object.__setattr__(self, "kept_gib", float(self.kept_gib))  # as rows of measurements can hold it
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
             raise EngineError(f"trials: speculate is {count!r}; a whole number of guesses is needed, 0 for none")
 

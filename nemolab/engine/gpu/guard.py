@@ -18,12 +18,10 @@ from typing import TypeVar
 
 from nemolab.engine.gpu.beside import ASSUMED, DIFFERENCE, TOLD
 from nemolab.engine.gpu.device import Usage
-from nemolab.engine.gpu.plan import CardPlan
+from nemolab.engine.gpu.plan import SPARE_BYTES, CardPlan
 from nemolab.errors import EngineError, StoreError
 from nemolab.units import show_bytes
 
-# What may still come between one look and the next: the driver takes memory for kernels and graphs in small pieces.
-SPARE_BYTES = 16 * 2**20
 WATCHED_TOKENS = 256  # of an answer, from one look to the next at most
 _KNOWN = {
     TOLD: "",

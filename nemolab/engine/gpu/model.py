@@ -17,13 +17,13 @@ from nemolab.engine.gpu.kept import CopyWatcher, KeepingStep, make_step
 from nemolab.engine.gpu.layers import MambaLayer, MlpLayer, Norm
 from nemolab.engine.gpu.moe import MoeLayer
 from nemolab.engine.gpu.operators import find_operators
-from nemolab.engine.gpu.plan import LOGIT_ROWS, card_dense_bytes
-from nemolab.engine.gpu.prompt_experts import PAIRS, PromptExperts
+from nemolab.engine.gpu.plan import LOGIT_ROWS
+from nemolab.engine.gpu.prompt_experts import PAIRS_PER_PIECE_TOKEN, PromptExperts
 from nemolab.engine.gpu.state import AttentionState, empty_state, reserve_all
 from nemolab.engine.gpu.stretches import LONG_PROMPT_TOKENS, Stretches
 from nemolab.engine.gpu.table import ExpertTable, TableKeeper
 from nemolab.engine.gpu.token_parts import TokenParts
-from nemolab.engine.gpu.weights import QUANTISED, CardWeights
+from nemolab.engine.gpu.weights import QUANTISED, CardWeights, room_bytes
 from nemolab.engine.model import ACTIVATIONS
 from nemolab.engine.state import State
 from nemolab.engine.trials import Trials
@@ -56,7 +56,7 @@ class CardModel:
         self.config, self.team, self.device, self._prefetch = config, team, device, prefetch
         self._guard, self._guesses = guard, max(prefetch, trials.speculate)
         stored = DenseWeights(store, team)
-        weights = CardWeights(stored, card_dense_bytes(store), piece_tokens, device.torch_device, operators)
+        weights = CardWeights(stored, room_bytes(store.dense), piece_tokens, device.torch_device, operators)
         self.embeddings = stored.matrix("backbone.embeddings", config.vocab_size, config.hidden_size)
         self.memory = CacheMemory(cache, device)
         scales_2 = torch.from_numpy(np.ascontiguousarray(store.globals)).to(device.torch_device)
@@ -72,7 +72,7 @@ class CardModel:
         self._parts.shared_first = trials.shared_first
         self._parts.stretches.wanted = not trials.no_graphs
         prompts = self._prompts = PromptExperts(
-            store.expert_shape, int(PAIRS * piece_tokens), cache, self.memory, device, operators
+            store.expert_shape, int(PAIRS_PER_PIECE_TOKEN * piece_tokens), cache, self.memory, device, operators
         )
         self._token = TokenInput(config.hidden_size, device)
         attention, ordinal = AttentionSteps(config, device.torch_device, operators, self._token.tokens), 0

@@ -105,12 +105,14 @@ class MoeLayer:
         recorder, chosen, seen = self.recorder, [], []
         for piece in x.split(self._piece_tokens):
             h = self.norm.new(piece, torch.float32)
-            # What decides is not rounded.
-            chosen.append(router_step_torch(self.card_gate.apply_float32(h), self.card_bias, *self.routing))
+            # What decides is not rounded. Ids are a part of all that were sorted: a copy lets go of the rest.
+            ids, shares = router_step_torch(self.card_gate.apply_float32(h), self.card_bias, *self.routing)
+            chosen.append((ids.contiguous(), shares))
             if recorder:
                 seen.append(h.cpu())
-        del h
+        del h, ids, shares
         experts, weights = (torch.cat(parts) for parts in zip(*chosen, strict=True))
+        chosen.clear()
         routing = self.prompt_experts.sort(experts, weights, self._config.n_experts)
         # While the CPU waits for the choice, and while the first experts cross the bus: all that does not need them.
         latent = torch.empty(x.shape[0], self._config.expert_in, dtype=torch.bfloat16, device=x.device)

@@ -24,8 +24,8 @@ from nemolab.store import ExpertCache
 from nemolab.store.layout import BlockLayout
 from nemolab.store.page_lock import CopyBatch
 
-HALF = 8  # blocks of half the ring on the card: copied by one call, computed on by one launch of each kernel
-PAIRS = 4  # (token, rank) pairs in a stretch, at most, for each token of a piece
+HALF_BLOCKS = 8  # blocks of half the ring on the card: copied by one call, computed on by one launch of each kernel
+PAIRS_PER_PIECE_TOKEN = 4  # (token, rank) pairs in a stretch, at most, for each token of a piece
 BIT_ROWS = 512  # pairs whose active neurons are counted at once, for a recorder
 
 
@@ -51,14 +51,14 @@ class Routing(NamedTuple):
 class PromptExperts:
     """The routed experts of prompt passes, layer by layer, on torch's current stream.
 
-    shape  (I, X) of an expert; pairs  in a stretch, at most; memory of 2 * HALF blocks is taken on the device
+    shape  (I, X) of an expert; pairs  in a stretch, at most; memory of 2 * HALF_BLOCKS blocks is taken on the device
     .copies  blocks queued for copying so far
     """
 
     def __init__(self, shape: tuple[int, int], pairs: int, cache: ExpertCache, memory: CacheMemory, device, operators):
         self._shape, self._cache, self._memory, self._device = shape, cache, memory, device
         self._operators, self._pairs = operators, pairs
-        self._half, self._block_bytes = min(HALF, cache.ring), BlockLayout("neuron", *shape).payload_bytes
+        self._half, self._block_bytes = min(HALF_BLOCKS, cache.ring), BlockLayout("neuron", *shape).payload_bytes
         there, blocks = device.torch_device, ring_blocks(cache.ring)
         self._ring = torch.empty(blocks, memory.block_bytes, dtype=torch.uint8, device=there)
         places = memory.block_bytes * np.arange(blocks, dtype=np.int64) + self._ring.data_ptr()
@@ -157,7 +157,7 @@ class PromptExperts:
 
 def ring_blocks(cache_ring: int) -> int:
     """Blocks of the ring on the card, beside a cache whose own ring has two banks of so many."""
-    return 2 * min(HALF, cache_ring)
+    return 2 * min(HALF_BLOCKS, cache_ring)
 
 
 def _stretches(starts: np.ndarray, ends: np.ndarray, pairs: int) -> Iterator[tuple[tuple[int, int], int]]:

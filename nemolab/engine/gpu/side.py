@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from numbers import Real
 
 from nemolab.engine.gpu.device import open_device
-from nemolab.engine.gpu.guard import SPARE_BYTES, Guard
+from nemolab.engine.gpu.guard import Guard
 from nemolab.engine.gpu.kept import kept_bytes
 from nemolab.engine.gpu.model import CardModel
-from nemolab.engine.gpu.plan import CONTEXT_BYTES, CardPlan, host_dense_bytes, least_bytes, plan_card
-from nemolab.engine.passes import show
+from nemolab.engine.gpu.plan import CardPlan, context_bytes, host_dense_bytes, least_bytes, plan_card
+from nemolab.engine.sizes import MOST_GIB, gib_bytes
 from nemolab.engine.transfers import DEFAULT
 from nemolab.engine.trials import Trials
 from nemolab.errors import EngineError
@@ -20,7 +19,9 @@ from nemolab.store import ExpertCache, Store
 from nemolab.store.cache import RING
 from nemolab.units import show_bytes
 
-MOST_GIB = 2**20  # no card has as much
+# A card called one of 8 GB has 8 GiB less what its maker and driver keep, up to a sixteenth for error correction: what
+# is asked for beyond the card by no more than this is taken for the whole card.
+BEYOND_PERCENT = 8
 _PEAK = ("allocated_bytes", "reserved_bytes", "beside_bytes")
 
 
@@ -39,33 +40,60 @@ class CardSide:
         ring, self._trials = min(RING, store.n_experts), trials
         budget_bytes = _budget_bytes(vram_gib, lambda: least_bytes(store, ring, self.transfer))
         self.device, self._store = open_device(device), store
-        total_bytes = self.device.total_bytes
-        if budget_bytes is not None and total_bytes is not None and budget_bytes > total_bytes:
-            raise EngineError(f"vram_gib is {vram_gib}; {self.device.name} has {total_bytes / 2**30:.1f} GiB")
-        self.plan = self._make_plan(budget_bytes, ring)
+        try:
+            self.plan = self._make_plan(self._within_card(budget_bytes, ring), ring)
+        except BaseException:
+            self.device.close()
+            raise
         self.pass_tokens = self.plan.pass_tokens
         self.host_bytes = host_dense_bytes(store) + store.config.top_k * store.block_bytes
         self._model: CardModel | None = None
         self.guard = Guard(self.device, self.plan)
 
+    def _within_card(self, budget_bytes: int | None, ring: int) -> int | None:
+        """The budget or, where it is a little more than the card has, all of the card, which is said."""
+        total_bytes, name = self.device.total_bytes, self.device.name
+        if budget_bytes is None or total_bytes is None or budget_bytes <= total_bytes:
+            return budget_bytes
+        asked, total = show_bytes(budget_bytes), show_bytes(total_bytes)
+        if budget_bytes * 100 > total_bytes * (100 + BEYOND_PERCENT):
+            least = show_bytes(least_bytes(self._store, ring, self.transfer))
+            raise EngineError(
+                f"vram_gib asks for {asked}; {name} has {total}, and about {least} or more of them is needed for this "
+                "model: ask for no more than there is"
+            )
+        say(f"card: vram_gib asks for {asked}, {name} has {total}: that is the budget now")
+        return total_bytes
+
     def _make_plan(self, budget_bytes: int | None, ring: int) -> CardPlan:
-        """Within the budget or, without one, within what is free; where less is free than planned, that is said."""
-        usage, context_bytes, room_bytes = self.device.look(), CONTEXT_BYTES, None
+        """Within the budget and, where that can be, within what is free; where less is free than planned, that is said.
+
+        Others may let go of what they hold: then the budget counts, as it does where what is free does not suffice.
+        """
+        usage, room_bytes, found_bytes = self.device.look(), None, None
         if usage is not None:
-            found_bytes = usage.beside_bytes or 0  # before any kernel: the rest is still to come
-            context_bytes = max(CONTEXT_BYTES, found_bytes + SPARE_BYTES)
-            room_bytes = usage.free_bytes + usage.reserved_bytes - usage.allocated_bytes + found_bytes
-        parts = (context_bytes, self.transfer, kept_bytes(self._trials, self.transfer, self._store))
+            found_bytes = usage.beside_bytes  # before any kernel: the rest is still to come
+            room_bytes = usage.free_bytes + usage.reserved_bytes - usage.allocated_bytes + (found_bytes or 0)
+        kept = kept_bytes(self._trials, self.transfer, self._store)
+        parts = (context_bytes(found_bytes), self.transfer, kept)
         if budget_bytes is None:
             plan = plan_card(self._store, ring, room_bytes, *parts, f"{self.device.name} has room for")
             return replace(plan, budget_bytes=None)
         plan = plan_card(self._store, ring, budget_bytes, *parts)
-        if room_bytes is not None and room_bytes < plan.total_bytes:
-            say(
-                f"card: {show_bytes(plan.total_bytes)} may be needed, but only {show_bytes(room_bytes)} of the "
-                f"{show_bytes(usage.total_bytes)} of {self.device.name} are free: close other programs that use it"
-            )
-        return plan
+        if room_bytes is None or room_bytes >= plan.total_bytes:
+            return plan
+        free = f"only {show_bytes(room_bytes)} of the {show_bytes(usage.total_bytes)} of {self.device.name} are free"
+        wanted, advice = show_bytes(plan.total_bytes), "close other programs that use it"
+        try:
+            shorter = replace(plan_card(self._store, ring, room_bytes, *parts), budget_bytes=budget_bytes)
+        except EngineError:
+            say(f"card: {wanted} may be needed, but {free}: {advice}")
+            return plan
+        say(
+            f"card: prompts go in passes of {shorter.pass_tokens} tokens, in pieces of {shorter.piece_tokens}, since "
+            f"{free}; for {plan.pass_tokens} in {plan.piece_tokens} at once {wanted} may be needed: {advice}"
+        )
+        return shorter
 
     def make_model(self, cache: ExpertCache, team, prefetch: int) -> CardModel:
         parts = (self._store, cache, team, self.device, self.transfer, prefetch, self.guard, self._trials)
@@ -124,12 +152,8 @@ class CardSide:
 
 
 def _budget_bytes(gib: float | None, least_bytes: Callable[[], int]) -> int | None:
-    if gib is None:
-        return None
-    if isinstance(gib, bool) or not isinstance(gib, Real) or not 0 < gib < MOST_GIB:
+    def needed() -> str:
         least = show_bytes(least_bytes())
-        raise EngineError(
-            f"vram_gib is {show(gib)}; a positive number of GiB is needed, {least} or more for this model "
-            f"and less than {MOST_GIB}"
-        )
-    return int(float(gib) * 2**30)
+        return f"a positive number of GiB is needed, {least} or more for this model and less than {MOST_GIB}"
+
+    return None if gib is None else gib_bytes("vram_gib", gib, needed)

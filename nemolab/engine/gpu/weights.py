@@ -5,14 +5,48 @@ torch rounds what it allocates of a card's memory up by as much as 2 MiB, and a 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Mapping
+
 import torch
 
 from nemolab.engine import weights as host
+from nemolab.errors import EngineError
 from nemolab.kernels.matvec import PLAIN, pack
 
 QUANTISED = ("fp8", "nvfp4")
 ALIGNMENT_BYTES = 512  # as torch's own allocations
 SMALL_BYTES = 2**20  # torch keeps what is smaller side by side by itself
+_STORED_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "fp8": 1}  # of a weight
+
+
+def list_tensors(dense: Mapping) -> Iterator[int]:
+    """Bytes of each tensor that dense modules have on a card, by what a store says of them, in no particular order.
+
+    Matrices are there as stored, their biases, quantised routers and all other tensors in float32; the embeddings only
+    where no head of its own is stored.
+    """
+    for name, module in dense.items():
+        if name == "backbone.embeddings" and "lm_head" in dense:
+            continue
+        count = math.prod(module.shape)
+        if len(module.shape) != 2 or (name.endswith(".mixer.gate") and module.format in QUANTISED):
+            yield 4 * count
+        elif module.format == "nvfp4":
+            yield from (count // 2, count // 16)
+        else:
+            yield _STORED_BYTES[module.format] * count
+        if "bias" in module.tensors:
+            yield 4 * module.shape[0]
+
+
+def room_bytes(dense: Mapping) -> int:
+    """Of the one allocation that holds those of them that are not small."""
+    return sum(_aligned(nbytes) for nbytes in list_tensors(dense) if nbytes >= SMALL_BYTES)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 class _Room:
@@ -23,12 +57,18 @@ class _Room:
         self._used = 0
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy on the device; in an allocation of its own where it is small, or does not fit."""
+        """A copy on the device, in an allocation of its own where it is small. Raises EngineError where it is full."""
         nbytes = tensor.numel() * tensor.element_size()
-        begin, end = self._used, self._used + nbytes
-        if nbytes < SMALL_BYTES or end > self._memory.numel():
+        if nbytes < SMALL_BYTES:
             return tensor.to(self._memory.device, copy=True)
-        self._used = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        begin, end = self._used, self._used + nbytes
+        if end > self._memory.numel():
+            raise EngineError(
+                f"dense weights take more of the card's memory than the {self._memory.numel():,} bytes that were "
+                f"counted for them: {self._used:,} are used, and {nbytes:,} more are needed. The store's list of dense "
+                "modules does not say what is in it: make it anew with nemolab repack"
+            )
+        self._used = _aligned(end)
         return self._memory[begin:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
