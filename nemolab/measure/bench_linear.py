@@ -13,12 +13,12 @@ RIVAL_SHAPE = (18560, 4096)  # in_proj of Super's Mamba layers, the widest matri
 TOKENS = 2048
 LAPTOP = {"gb_s": 448.0, "slots": 30 * 128 * 2.5e9, "card": 120}  # an 8 GB Blackwell: 30 multiprocessors, 2.5 GHz
 
-# Instructions a lane issues for one weight: those of the kernel's loop, counted in its machine code, over its weights.
-# From sm_100 on a conversion of two codes does what takes four integer instructions before.
+# Instructions a lane issues for one weight: those of the kernel's loop over its weights, counted in its machine code
+# for sm_90 and sm_120 at the sizes measured here. From sm_100 on a conversion of two codes replaces several of them.
 INSTRUCTIONS = {
-    "nvfp4": {90: 4.9, 120: 3.5},
-    "fp8": {90: 3.8, 120: 3.7},
-    "bf16": {90: 4.1, 120: 3.7},
+    "nvfp4": {90: 4.96, 120: 3.52},
+    "fp8": {90: 3.88, 120: 3.69},
+    "bf16": {90: 4.31, 120: 4.12},
 }
 BYTES = {"nvfp4": 9 / 16, "fp8": 1.0, "bf16": 2.0}
 
@@ -75,10 +75,11 @@ def weight_times(format: str, gb_s: float, slots: float, card: int) -> dict[str,
     """What bounds a product: picoseconds a weight for its bytes, and for the instructions of its lane.
 
     gb_s   of the card's memory; slots: instructions of lanes it can issue in a second; card: 90, or 120 for newer ones
-    Both are floors: where they are near one another neither is reached, since they do not overlap perfectly.
+    Both are floors, and `bound` names the larger: they need not overlap, and instructions are counted as if any slot
+    could issue any of them, though a card may have fewer units for some. Near one another, neither is reached.
 
     >>> weight_times("nvfp4", **LAPTOP)
-    {'memory_ps': 1.26, 'instructions_ps': 0.36, 'bound': 'memory'}
+    {'memory_ps': 1.26, 'instructions_ps': 0.37, 'bound': 'memory'}
     >>> weight_times("nvfp4", gb_s=4480, slots=132 * 128 * 1.98e9, card=90)
     {'memory_ps': 0.13, 'instructions_ps': 0.15, 'bound': 'instructions'}
     """
@@ -95,11 +96,17 @@ def issue_slots() -> float:
     return facts["multiprocessor_count"] * 4 * 32 * facts["sm_clock_rate"] * 1e3
 
 
-def _matrices(format: str) -> tuple[list, dict[str, Any]]:
-    """Random matrices of one shape, LEAST_BYTES or more each and together four times a large cache."""
+def matrix_shape(format: str) -> tuple[int, int]:
+    """Rows and columns of the matrices measured in this format: LEAST_BYTES or more each."""
     rows, columns = RIVAL_SHAPE
     while rows * columns * BYTES[format] < LEAST_BYTES:
         rows *= 2
+    return rows, columns
+
+
+def _matrices(format: str) -> tuple[list, dict[str, Any]]:
+    """Random matrices of one shape, together larger than a cache by far."""
+    rows, columns = matrix_shape(format)
     nbytes = rows * columns * BYTES[format]
     count = max(4, round(600e6 / nbytes))
     return [random_matrix(format, rows, columns, seed) for seed in range(count)], {"rows": rows, "columns": columns}
