@@ -8,7 +8,7 @@ from triton_interpreter import on_both
 from nemolab.checkpoint.formats import E2M1_VALUES
 from nemolab.errors import EngineError
 from nemolab.kernels.attention_step import attention_step_torch
-from nemolab.kernels.mamba_step import mamba_step_torch
+from nemolab.kernels.mamba_step import gated_rms_norm_torch, mamba_step_torch
 from nemolab.kernels.matvec import ADD, FORMATS, PLAIN, RELU2, matvec_torch, pack
 from nemolab.kernels.rms_norm import rms_norm_torch
 from nemolab.kernels.router_step import router_step_torch
@@ -150,14 +150,14 @@ def test_rows_of_a_program_do_not_change_a_bit(device, format, monkeypatch):
 
 @on_both
 def test_wrong_sizes_and_widths_are_refused(device):
-    with pytest.raises(EngineError, match=r"x: torch.float32 \[15\]; contiguous float32 \[16\] is needed"):
+    with pytest.raises(EngineError, match=r"\[8, 16\], x is torch.float32 \[15\] .* torch.float32 \[16\] .* is needed"):
         product(stored("bf16", 8, 16), random(15), device)
     with pytest.raises(EngineError, match="rows of 12 columns .* 8 columns, are needed"):
         product(pack("fp8", 2, 12, torch.zeros(2, 12, dtype=torch.uint8)), random(12), device)
 
 
 @on_both
-@pytest.mark.parametrize("shape", [(1,), (33,), (2688,), (3, 48), (2, 4096)])
+@pytest.mark.parametrize("shape", [(1,), (33,), (256,), (2688,), (3, 48), (2, 4096)])
 def test_rms_norm_equals_its_twin(device, shape):
     from nemolab.kernels.gpu.rms_norm import rms_norm
 
@@ -169,7 +169,22 @@ def test_rms_norm_equals_its_twin(device, shape):
         torch.testing.assert_close(out.float().cpu(), wanted, **close)
 
 
-ROUTERS = [(8, 2, 1, 1, True), (64, 6, 1, 1, False), (512, 22, 1, 1, True), (32, 4, 4, 2, True), (6, 3, 6, 3, True)]
+@on_both
+@pytest.mark.parametrize("width", [24, 1024, 1100])
+def test_gated_norm_in_groups_equals_its_twin(device, width):
+    """Of three rows in two groups; a mean over both groups, or the other group's weights, would show."""
+    from nemolab.kernels.gpu.rms_norm import launch_norm
+
+    x, gate, weight = random(3, 2 * width), random(3, 2 * width, seed=1), random(2 * width, seed=2)
+    x[:, width:] *= 5
+    out = poisoned(3, 2 * width, device=device, dtype=torch.bfloat16)
+    launch_norm(x.to(device), weight.to(device), 1e-5, out, gate.to(device), 2)
+    wanted = gated_rms_norm_torch(x, gate, weight, 2, 1e-5)
+    torch.testing.assert_close(out.float().cpu(), wanted, rtol=8e-3, atol=1e-6)
+
+
+SUPER_ROUTER, NANO_ROUTER = (512, 22, 1, 1, True), (128, 6, 1, 1, True)
+ROUTERS = [(8, 2, 1, 1, True), (64, 6, 1, 1, False), SUPER_ROUTER, NANO_ROUTER, (32, 4, 4, 2, True), (6, 3, 6, 3, True)]
 
 
 def choose(device, settings, logits, bias):
@@ -220,10 +235,13 @@ MAMBA_SHAPES = [(3, 5, 7, 1, 2), (2, 4, 8, 1, 1), (8, 64, 64, 2, 4)]
 SUPER_MAMBA, NANO_MAMBA = (128, 64, 128, 8, 4), (64, 64, 128, 8, 4)
 
 
-def check_mamba(device, shape, limit):
+def check_mamba(device, shape, limit, lost=None):
+    """Against the twin; the time step of head number `lost` is NaN. Returns what the twin made of the outputs."""
     from nemolab.kernels.gpu.mamba_step import MambaStep
 
     weights, projected, conv_state, ssm = mamba_case(*shape)
+    if lost is not None:
+        projected[lost - shape[0]] = torch.nan
     on_device = {name: tensor.to(device) for name, tensor in weights.items()}
     step = MambaStep(**on_device, dt_limit=limit, groups=shape[3], eps=1e-5)
     conv_after, ssm_after = conv_state.to(device, copy=True), ssm.to(device, copy=True)
@@ -233,9 +251,10 @@ def check_mamba(device, shape, limit):
     wanted = mamba_step_torch(
         projected, **weights, conv_state=conv_state, dt_limit=limit, ssm=ssm, norm=norm, groups=shape[3], eps=1e-5
     )
-    torch.testing.assert_close(y.cpu(), wanted, rtol=5e-5, atol=5e-5)
+    torch.testing.assert_close(y.cpu(), wanted, rtol=5e-5, atol=5e-5, equal_nan=lost is not None)
     assert torch.equal(conv_after.cpu(), conv_state)
-    torch.testing.assert_close(ssm_after.cpu(), ssm, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ssm_after.cpu(), ssm, rtol=1e-5, atol=1e-5, equal_nan=lost is not None)
+    return wanted
 
 
 @on_both
@@ -249,6 +268,14 @@ def test_mamba_step_equals_its_twin(device, shape, limit):
 @pytest.mark.parametrize("shape", [SUPER_MAMBA, NANO_MAMBA])
 def test_mamba_step_of_real_sizes_equals_its_twin(shape):
     check_mamba("cuda", shape, (0.0, float("inf")))
+
+
+@on_both
+@pytest.mark.parametrize("limit", [(0.0, float("inf")), (0.02, 0.05)])
+def test_a_time_step_that_is_not_a_number_shows_in_its_group(device, limit):
+    """Instead of becoming the limit, as the cards' own minimum and maximum would have it."""
+    wanted = check_mamba(device, (4, 4, 8, 2, 2), limit, lost=3)
+    assert wanted.view(2, 8).isnan().all(1).tolist() == [False, True]
 
 
 @on_both

@@ -49,6 +49,21 @@ def test_every_byte_under_every_scale_decodes_exactly(device):
     torch.testing.assert_close(decode(device, packed, scales), wanted, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "columns"), [(1024, 4096), (4096, 5376), (2688, 3712), (1296, 256)])
+@pytest.mark.parametrize("packed", [True, False], ids=["nvfp4", "fp8"])
+def test_whole_matrices_decode_exactly(rows, columns, packed):
+    """Any bytes at all, in sizes of Super, Nano and the tiny model."""
+    from nemolab.kernels.gpu.decode_bf16 import decode_bf16_torch
+
+    generator = torch.Generator().manual_seed(rows)
+    shape = (rows, columns // 2 if packed else columns)
+    weight = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    scales = torch.randint(0, 256, (rows, columns // 16), dtype=torch.uint8, generator=generator) if packed else None
+    wanted = decode_bf16_torch(weight, scales)
+    torch.testing.assert_close(decode("cuda", weight, scales), wanted, rtol=0, atol=0, equal_nan=True)
+
+
 @on_both
 def test_decoding_check_can_fail(device):
     from nemolab.kernels.gpu.decode_bf16 import decode_bf16_torch
@@ -135,10 +150,11 @@ def test_some_rows_of_a_matrix_have_the_products_that_all_have(device, format):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", ["fp8", "nvfp4", "bf16"])
-def test_prompt_product_of_whole_matrices_equals_its_twin(format):
-    packed, x = stored(format, 4096, 2688), random(70, 2688).bfloat16()
+@pytest.mark.parametrize(("rows", "columns"), [(4096, 2688), (1024, 4096), (2688, 3712), (256, 512)])
+def test_prompt_product_of_whole_matrices_equals_its_twin(format, rows, columns):
+    packed, x = stored(format, rows, columns), random(70, columns).bfloat16()
     wanted = x.double() @ decoded(packed).double().T + packed.keep[2]
-    found = linear("cuda", packed, x, torch.full((70, 4096), torch.nan), PLAIN, 2**22)
+    found = linear("cuda", packed, x, torch.full((70, rows), torch.nan), PLAIN, 2**22)
     torch.testing.assert_close(found, wanted.float(), rtol=1e-4, atol=1e-4)
 
 
@@ -177,10 +193,24 @@ def through_mixer(device, weights, projected, conv_state, ssm):
     return torch.cat(outs).cpu(), state.cpu()
 
 
+SMALL_MIXER = {"heads": 2, "head_dim": 8, "state_size": 16, "taps": 2}
+SUPER_HEAD = {"heads": 1, "head_dim": 64, "groups": 1, "state_size": 128}
+
+
 @on_both
-@pytest.mark.parametrize(("tokens", "sizes"), [(75, {}), (5, {"heads": 2, "head_dim": 8, "state_size": 16, "taps": 2})])
+@pytest.mark.parametrize(("tokens", "sizes"), [(75, {}), (5, SMALL_MIXER), (70, SUPER_HEAD)])
 def test_a_stretch_through_a_mamba_mixer_equals_its_twin(device, tokens, sizes):
     """Token by token is the twin: chunks, a last one that is not full, sizes that are no powers of two."""
+    check_mixer(device, tokens, sizes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [128, 64], ids=["super", "nano"])
+def test_a_stretch_through_a_mixer_of_real_sizes_equals_its_twin(heads):
+    check_mixer("cuda", 75, SUPER_HEAD | {"heads": heads, "groups": 8})
+
+
+def check_mixer(device, tokens, sizes):
     from nemolab.kernels.gpu.mamba_prompt import mamba_prompt_torch
 
     weights, projected, conv_state, ssm = mixer(tokens, **sizes)
@@ -201,6 +231,18 @@ def test_the_mixers_comparison_can_fail(device):
     late = mamba_prompt_torch(projected, weight, bias, conv_state, a, d, dt_bias, limit, ssm + 1, norm, groups, eps)
     with pytest.raises(AssertionError):
         torch.testing.assert_close(found.float(), late, rtol=2**-7, atol=1e-3)
+
+
+@on_both
+def test_a_time_step_that_is_not_a_number_shows_in_its_head_from_there_on(device):
+    """Tokens before it in its chunk may show it too: zero times NaN is NaN."""
+    weights, projected, conv_state, ssm = mixer(6, **SMALL_MIXER)
+    clean, clean_state = through_mixer(device, weights, projected, conv_state, ssm)
+    projected[4, -1] = torch.nan
+    found, state = through_mixer(device, weights, projected, conv_state, ssm)
+    assert found[4:, 8:].isnan().all() and state[1].isnan().all()
+    assert torch.equal(found[:, :8], clean[:, :8]) and torch.equal(found[:3], clean[:3])
+    assert torch.equal(state[0], clean_state[0])
 
 
 @on_both
@@ -321,9 +363,19 @@ def places_of_experts(tokens=9, top_k=3, width=80):
 
 @on_both
 def test_experts_are_added_up_as_by_their_twin(device):
+    check_sums(device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("top_k", "width"), [(22, 1024), (6, 2688), (4, 128)], ids=["super", "nano", "tiny"])
+def test_experts_of_real_sizes_are_added_up_as_by_their_twin(top_k, width):
+    check_sums("cuda", tokens=40, top_k=top_k, width=width)
+
+
+def check_sums(device, **sizes):
     from nemolab.kernels.gpu.add_experts import add_experts_torch
 
-    results, places, shares, out = places_of_experts()
+    results, places, shares, out = places_of_experts(**sizes)
     wanted = out.clone()
     add_experts_torch(results, (0, len(results)), places, shares, wanted)
     exact = out.double() + (results.double() * shares[:, None])[places].sum(1)

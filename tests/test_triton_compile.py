@@ -1,10 +1,11 @@
 """Every kernel of `kernels/gpu` becomes machine code for cards that are not here."""
 
 import importlib
+import re
 from pathlib import Path
 
 import pytest
-from triton_compile import CAPABILITIES, architecture, compile_kernel
+from triton_compile import CAPABILITIES, SHARED_KIB, architecture, compile_kernel, loop_instructions
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -14,19 +15,22 @@ _MATVEC = {
 }  # fmt: skip
 _PLAIN = {"MODE": 0, "BIAS": False, "ROWS": 8, "PLACES": 128, "STAGES": 1}
 _EXPERTS = {"addresses": "*i64", "ids": "*i32", "scales_2": "*fp32", "starts": "*i32", "begin": "i32", "end": "i32"}
+_NORM = {"x": "*fp32", "gate": "*fp32", "weight": "*fp32", "eps": "fp32", "y": "*fp32", "width": "i32:16"}
 _SIZES = {"inter": "i32:16", "width": "i32:16"}
+_UP = _EXPERTS | {"pairs": "*i32", "top_k": "i32", "x": "*bf16", "h": "*bf16"} | _SIZES
+_DOWN = _EXPERTS | {"h": "*bf16", "results": "*fp32"} | _SIZES
 
-# (file, kernel, types of its arguments, its constants at Super's sizes, warps); CARD is filled in for each card.
+# (file, kernel, types of its arguments, its constants at Super's sizes, warps[, stages]), as its launcher has them;
+# CARD is filled in for each card.
 CASES = {
     "matvec nvfp4": ("matvec", "_matvec_kernel", _MATVEC, _PLAIN | {"FORMAT": 4}, 4),
     "matvec fp8": ("matvec", "_matvec_kernel", _MATVEC, _PLAIN | {"FORMAT": 3, "MODE": 2, "BIAS": True}, 4),
     "matvec f32": ("matvec", "_matvec_kernel", _MATVEC, _PLAIN | {"FORMAT": 2}, 4),
     "matvec f16": ("matvec", "_matvec_kernel", _MATVEC, _PLAIN | {"FORMAT": 1}, 4),
     "matvec bf16": ("matvec", "_matvec_kernel", _MATVEC, _PLAIN | {"FORMAT": 0, "MODE": 1}, 4),
-    "rms_norm": (
-        "rms_norm", "_rms_norm_kernel",
-        {"x": "*fp32", "weight": "*fp32", "eps": "fp32", "y": "*bf16", "n": "i32:16"}, {"BLOCK": 1024}, 8,
-    ),
+    "rms_norm": ("rms_norm", "_rms_norm_kernel", _NORM | {"y": "*bf16"}, {"GATED": False, "BLOCK": 1024}, 8),
+    "mamba norm": ("rms_norm", "_rms_norm_kernel", _NORM, {"GATED": False, "BLOCK": 1024}, 8),
+    "mamba prompt gate": ("rms_norm", "_rms_norm_kernel", _NORM | {"y": "*bf16"}, {"GATED": True, "BLOCK": 1024}, 8),
     "mamba convolve": (
         "mamba_step", "_convolve_kernel",
         {name: "*fp32" for name in ("xbc", "weight", "bias", "state", "out")} | {"channels": "i32:16"},
@@ -39,10 +43,6 @@ CASES = {
         | {name: "i32:16" for name in ("heads", "head_dim", "state_size", "conv_dim")} | {"groups": "i32"},
         {"ROWS": 16, "STATE": 128}, 4,
     ),
-    "mamba norm": (
-        "mamba_step", "_norm_kernel",
-        {"gated": "*fp32", "weight": "*fp32", "eps": "fp32", "y": "*fp32", "width": "i32:16"}, {"BLOCK": 1024}, 8,
-    ),
     "mamba prompt convolve": (
         "mamba_prompt", "_convolve_kernel",
         {name: "*fp32" for name in ("inputs", "weight", "bias", "out")} | {"tokens": "i32", "channels": "i32:16"},
@@ -53,12 +53,7 @@ CASES = {
         {name: "*fp32" for name in ("conv", "dt", "a", "d", "dt_bias", "ssm", "y")}
         | {name: "fp32" for name in ("low", "high")}
         | {name: "i32:16" for name in ("heads", "head_dim", "state_size")} | {"tokens": "i32", "groups": "i32"},
-        {"CHUNK": 64, "DIM": 32, "SLICE": 16}, 4,
-    ),
-    "mamba prompt gate": (
-        "mamba_prompt", "_gate_kernel",
-        {name: "*fp32" for name in ("y", "gate", "weight")}
-        | {"eps": "fp32", "out": "*bf16", "width": "i32:16"}, {"BLOCK": 1024}, 8,
+        {"CHUNK": 64, "DIM": 32, "SLICE": 16}, 4, 1,
     ),
     "router groups": (
         "router_step", "_group_keys_kernel",
@@ -77,17 +72,17 @@ CASES = {
         {"logits": "*fp32", "experts": "*i32", "weights": "*fp32", "top_k": "i32", "scaling": "fp32"},
         {"NORMALISE": True, "TOP_K": 32}, 1,
     ),
-    "attention stretch": (
-        "attention_step", "_stretch_kernel",
+    "attention split": (
+        "attention_step", "_split_kernel",
         {name: "*fp32" for name in ("q", "k", "v", "largest_out", "sums_out", "mixes_out")}
         | {"keys": "*bf16", "values": "*bf16", "tokens_ptr": "*i32", "scale": "fp32"}
-        | {name: "i32:16" for name in ("share", "kv_width", "head_dim")} | {"stretches": "i32"},
+        | {name: "i32:16" for name in ("share", "kv_width", "head_dim")} | {"splits": "i32"},
         {"TOKENS": 64, "SHARE": 16, "DIM": 128}, 8,
     ),
     "attention merge": (
         "attention_step", "_merge_kernel",
         {name: "*fp32" for name in ("largest_in", "sums_in", "mixes_in", "mixed")}
-        | {"tokens_ptr": "*i32", "head_dim": "i32:16", "stretches": "i32"},
+        | {"tokens_ptr": "*i32", "head_dim": "i32:16", "splits": "i32"},
         {"TOKENS": 64, "MERGE": 32, "DIM": 128}, 4,
     ),
     "decode nvfp4": (
@@ -98,15 +93,10 @@ CASES = {
         "decode_bf16", "_decode_kernel", {"words": "*i64", "scales": "*u8", "out": "*i64", "places": "i32:16"},
         {"NVFP4": False, "PLACES": 512}, 4,
     ),
-    "prompt up": (
-        "expert_prompt", "_up_kernel",
-        _EXPERTS | {"pairs": "*i32", "top_k": "i32", "x": "*bf16", "h": "*bf16"} | _SIZES,
-        {"TOKENS": 64, "NEURONS": 64, "K": 64}, 4,
-    ),
-    "prompt down": (
-        "expert_prompt", "_down_kernel", _EXPERTS | {"h": "*bf16", "results": "*fp32"} | _SIZES,
-        {"TOKENS": 64, "OUTPUTS": 128, "K": 64}, 4,
-    ),
+    "prompt up": ("expert_prompt", "_up_kernel", _UP, {"TOKENS": 64, "NEURONS": 64, "K": 64}, 4),
+    "prompt up 128": ("expert_prompt", "_up_kernel", _UP, {"TOKENS": 128, "NEURONS": 64, "K": 64}, 4),
+    "prompt down": ("expert_prompt", "_down_kernel", _DOWN, {"TOKENS": 64, "OUTPUTS": 128, "K": 64}, 4),
+    "prompt down 128": ("expert_prompt", "_down_kernel", _DOWN, {"TOKENS": 128, "OUTPUTS": 128, "K": 64}, 8),
     "add experts": (
         "add_experts", "_add_kernel",
         {name: "*fp32" for name in ("results", "shares", "out")}
@@ -119,7 +109,7 @@ CASES = {
         | {name: "*i64" for name in ("up_table", "down_table")}
         | {name: "*fp32" for name in ("scales_2", "x", "partial")}
         | {"first": "i32", "amount": "i32", "post": "i64"},
-        {"INTER": 2688, "WIDTH": 1024, "GROUPS_A_PART": 2, "WORDS": 128, "PACK": 4, "UP_UNIT": 1.0}, 2,
+        {"INTER": 2688, "WIDTH": 1024, "GROUPS_A_PART": 2, "WORDS": 128, "PACK": 4, "UP_UNIT": 1.0}, 2, 1,
     ),
     "combine": (
         "combine", "_combine_kernel",
@@ -135,11 +125,22 @@ CASES = {
     ),
 }  # fmt: skip
 
-_SMALL = {
-    "expert step": {"INTER": 256, "WIDTH": 128, "WORDS": 16},
-    "prompt down": {"OUTPUTS": 32, "K": 32},
-    "attention stretch": {"TOKENS": 16, "DIM": 64},
+# Which of the cards' own conversions a kernel takes, of two codes an instruction: E4M3 from sm_89 on, E2M1 from sm_100.
+CONVERSIONS = {
+    "matvec nvfp4": {"e4m3x2": 89, "e2m1x2": 100},
+    "matvec fp8": {"e4m3x2": 89},
+    "decode nvfp4": {"e4m3x2": 89, "e2m1x2": 100},
+    "decode fp8": {"e4m3x2": 89},
+    "prompt up": {"e4m3x2": 89},
+    "prompt down": {"e4m3x2": 89},
+    "expert step": {},
 }
+CONVERTED = [(case, capability) for case in CONVERSIONS for capability in CAPABILITIES] + [
+    (case, capability) for case in list(CONVERSIONS)[:4] for capability in (89, 100)
+]
+
+# The form for 128 tokens is built at its real sizes, and for the widest cards this one is.
+_SMALL = {"prompt down": {"OUTPUTS": 32, "K": 32}}
 
 
 def find_kernels() -> set[tuple[str, str]]:
@@ -155,16 +156,17 @@ def find_kernels() -> set[tuple[str, str]]:
     return found
 
 
-def build(case: str, capability: int) -> bytes:
+def build(case: str, capability: int):
     from nemolab.kernels.gpu.codes import card_of_capability
 
-    file, name, types, constants, warps = CASES[case]
+    file, name, types, constants, *warps_and_stages = CASES[case]
     kernel = getattr(importlib.import_module(f"nemolab.kernels.gpu.{file}"), name)
-    if capability != 120:  # the largest take ten times as long at Super's sizes as at these
+    if capability < 100:
         constants = constants | _SMALL.get(case, {})
     if "CARD" in kernel.arg_names:
         constants = constants | {"CARD": card_of_capability(divmod(capability, 10))}
-    return compile_kernel(kernel, types, constants, capability, warps)
+    options = dict(zip(("num_warps", "num_stages"), warps_and_stages, strict=False))
+    return compile_kernel(kernel, types, constants, capability, **options)
 
 
 def test_every_kernel_is_among_the_cases():
@@ -174,7 +176,49 @@ def test_every_kernel_is_among_the_cases():
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("case", CASES)
 def test_kernel_compiles_without_the_card(case, capability):
-    assert architecture(build(case, capability)) == capability
+    built = build(case, capability)
+    assert architecture(built.asm["cubin"]) == capability
+    assert built.metadata.shared <= 1024 * SHARED_KIB[capability]
+
+
+@pytest.mark.parametrize(("case", "capability"), CONVERTED)
+def test_conversions_of_codes_are_taken_where_a_card_has_them(case, capability):
+    """A card of sm_100 or later has to be there to run them; that they stand in the code can be seen without."""
+    built = build(case, capability)
+    assert architecture(built.asm["cubin"]) == capability
+    for name in ("e4m3x2", "e2m1x2"):
+        assert (name in built.asm["ptx"]) == (capability >= CONVERSIONS[case].get(name, 1000)), name
+
+
+@pytest.mark.parametrize("card", [90, 120])
+@pytest.mark.parametrize("format", ["nvfp4", "fp8", "bf16"])
+def test_instructions_of_a_product_are_those_its_benchmark_reckons_with(format, card):
+    """Those of the loop over the weights it takes: the rows of a program, and the weights of a lane's eight bytes."""
+    from nemolab.kernels.gpu.codes import card_of_capability
+    from nemolab.kernels.gpu.matvec import _COLUMNS, _matvec_kernel, _shape
+    from nemolab.kernels.matvec import FORMATS
+    from nemolab.measure.bench_linear import INSTRUCTIONS, matrix_shape
+
+    code, (rows, columns) = FORMATS[format], matrix_shape(format)
+    warps, rows_each = _shape(code, columns // _COLUMNS[code], rows)
+    constants = _PLAIN | {"FORMAT": code, "ROWS": rows_each, "PLACES": 32 * warps}
+    constants |= {"CARD": card_of_capability(divmod(card, 10))}
+    built = compile_kernel(_matvec_kernel, _MATVEC, constants, card, num_warps=warps)
+    found = len(loop_instructions(built.asm["cubin"])) / (rows_each * _COLUMNS[code])
+    assert found == pytest.approx(INSTRUCTIONS[format][card], abs=0.05)
+
+
+def test_a_kernel_without_a_loop_is_said():
+    with pytest.raises(ValueError, match="without a loop"):
+        loop_instructions(build("write table", 90).asm["cubin"])
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("case", ["mamba update", "mamba prompt scan"])
+def test_a_time_step_that_is_not_a_number_is_not_lost(case, capability):
+    """min.f32 and max.f32 of NaN and a number are the number, on cards; in the interpreter they are NaN."""
+    found = set(re.findall(r"\b(?:min|max)\.(?:\w+\.)*f32", build(case, capability).asm["ptx"]))
+    assert found == {"min.NaN.f32", "max.NaN.f32"}
 
 
 def test_a_kernel_for_newer_cards_is_refused_for_an_older():
@@ -190,5 +234,5 @@ def test_a_kernel_for_newer_cards_is_refused_for_an_older():
 def test_signatures_must_be_whole():
     from nemolab.kernels.gpu import rms_norm
 
-    with pytest.raises(ValueError, match=r"no type or value for \['BLOCK'\]; no argument of it: \['m'\]"):
+    with pytest.raises(ValueError, match=r"no type or value for \['GATED', 'BLOCK'\]; no argument of it: \['m'\]"):
         compile_kernel(rms_norm._rms_norm_kernel, CASES["rms_norm"][2] | {"m": "i32"}, {}, 90)

@@ -1,21 +1,27 @@
 """Compiling Triton kernels ahead of time, for cards that are not here, with the assembler Triton brings along.
 
-    cubin = compile_kernel(kernel, {"x": "*fp32", "n": "i32"}, {"BLOCK": 128}, capability=120)
+    built = compile_kernel(kernel, {"x": "*fp32", "n": "i32"}, {"BLOCK": 128}, capability=120)
+    built.asm["cubin"], built.asm["ptx"], built.metadata.shared
 
 The signature names the types of all arguments but the constexprs, as `triton.compiler` spells them.
 """
 
+import re
+import subprocess
+import tempfile
+from pathlib import Path
 from typing import Any
 
 CAPABILITIES = (80, 90, 120)  # A100, H100/H200, the GeForce Blackwells
+# Shared memory a program may have, KiB: CUDA C++ Programming Guide, technical specifications per compute capability.
+SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}
 
 
-def compile_kernel(
-    kernel, signature: dict[str, str], constants: dict[str, Any], capability: int, num_warps: int = 4
-) -> bytes:
-    """The machine code of one `@triton.jit` function; raises what Triton raises where it cannot be built.
+def compile_kernel(kernel, signature: dict[str, str], constants: dict[str, Any], capability: int, **options):
+    """One `@triton.jit` function as Triton compiles it; raises what Triton raises where it cannot be built.
 
     Pointers, and integers named in the signature with a trailing `:16`, count as multiples of 16, as at a launch.
+    options  num_warps, num_stages
     """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
@@ -31,7 +37,7 @@ def compile_kernel(
     values = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, types, values, attributes)
     target = GPUTarget("cuda", capability, 32)
-    return compile(source, target=target, options={"num_warps": num_warps}).asm["cubin"]
+    return compile(source, target=target, options=options)
 
 
 def architecture(cubin: bytes) -> int:
@@ -41,3 +47,29 @@ def architecture(cubin: bytes) -> int:
     flags = int.from_bytes(cubin[48:52], "little")
     # Byte 8 tells the two places apart: newer files keep it in bits 8 to 15.
     return (flags >> 8) & 0xFF if cubin[8] >= 8 else flags & 0xFF
+
+
+def loop_instructions(cubin: bytes) -> list[str]:
+    """The machine instructions of a kernel's innermost loop: of what lies between a branch and the label behind it to
+    which it goes, the shortest piece. ValueError where there is no loop.
+    """
+    import triton
+
+    disassembler = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([disassembler, "-c", file.name], capture_output=True, text=True, check=True)
+    instructions, labels, loops = [], {}, []
+    for line in done.stdout.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(instructions)
+        elif code := re.search(r"/\*[0-9a-f]{4,5}\*/\s+(.*?);", line):
+            instructions.append(code[1])
+            target = re.search(r"\bBRA\b.*?(\.L_x_\d+)", code[1])
+            if target and target[1] in labels:
+                loops.append(instructions[labels[target[1]] :])
+    loops = [loop for loop in loops if len(loop) > 1]  # a kernel ends in a branch to itself
+    if not loops:
+        raise ValueError("a kernel without a loop")
+    return min(loops, key=len)

@@ -8,8 +8,8 @@ mixed[h] = sum over tokens of softmax(q[h] . k / sqrt(head_dim)) * v,   h shares
 Reads keys and values once for all query heads that share them: 2 * tokens * kv_heads * head_dim elements. The number of
 tokens is read from the card, so that one CUDA graph serves every position; the grid covers the capacity.
 
-Order: stretches of TOKENS tokens each keep their largest score, sum and mix; the second launch adds the stretches, in
-trees of MERGE at a time. Neither depends on the card or on the capacity.
+Order (split over the tokens, as flash decoding is): each split of TOKENS tokens has a partial softmax, its largest
+score, sum and mix; the second launch merges them, MERGE splits at a time. Neither depends on card or capacity.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import triton.language as tl
 
 from nemolab.errors import EngineError
 from nemolab.kernels.attention_step import attention_step_torch
+from nemolab.kernels.gpu.launch import check_tensor
 
 __all__ = ["AttentionStep", "attention_step_torch"]
 
@@ -27,15 +28,15 @@ _TOKENS, _MERGE = 64, 32
 
 
 @triton.jit
-def _stretch_kernel(
-    q, k, v, keys, values, tokens_ptr, largest_out, sums_out, mixes_out, scale, share, kv_width, head_dim, stretches,
+def _split_kernel(
+    q, k, v, keys, values, tokens_ptr, largest_out, sums_out, mixes_out, scale, share, kv_width, head_dim, splits,
     TOKENS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    # grid: (kv_heads, stretches of the capacity)
-    kv_head, stretch = tl.program_id(0), tl.program_id(1)
+    # grid: (kv_heads, splits of the capacity)
+    kv_head, split = tl.program_id(0), tl.program_id(1)
     tokens = tl.load(tokens_ptr)
-    token = stretch * TOKENS + tl.arange(0, TOKENS)
-    if stretch * TOKENS < tokens:
+    token = split * TOKENS + tl.arange(0, TOKENS)
+    if split * TOKENS < tokens:
         mine, dim = tl.arange(0, SHARE), tl.arange(0, DIM)
         in_share, in_dim = mine < share, dim < head_dim
         head = kv_head * share + mine
@@ -55,7 +56,7 @@ def _stretch_kernel(
         largest = tl.max(scores, 1)
         weight = tl.exp(scores - largest[:, None])
         mix = tl.dot(weight, value.to(tl.float32), input_precision="ieee")
-        place = head * stretches + stretch
+        place = head * splits + split
         tl.store(largest_out + place, largest, mask=in_share)
         tl.store(sums_out + place, tl.sum(weight, 1), mask=in_share)
         tl.store(mixes_out + place[:, None] * head_dim + dim[None, :], mix, mask=here)
@@ -63,14 +64,14 @@ def _stretch_kernel(
 
 @triton.jit
 def _merge_kernel(
-    largest_in, sums_in, mixes_in, tokens_ptr, mixed, head_dim, stretches,
+    largest_in, sums_in, mixes_in, tokens_ptr, mixed, head_dim, splits,
     TOKENS: tl.constexpr, MERGE: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     # grid: (heads,)
     head = tl.program_id(0)
     lane, dim = tl.arange(0, MERGE), tl.arange(0, DIM)
     used = tl.cdiv(tl.load(tokens_ptr), TOKENS)
-    start = head * stretches
+    start = head * splits
     most = tl.full([MERGE], float("-inf"), tl.float32)
     for first in range(0, used, MERGE):
         inside = first + lane < used
@@ -95,10 +96,10 @@ class AttentionStep:
         if heads % kv_heads:
             raise EngineError(f"{heads} query heads do not share {kv_heads} key heads evenly")
         self._heads, self._kv_heads, self._head_dim, self._capacity = heads, kv_heads, head_dim, capacity
-        self._stretches = triton.cdiv(capacity, _TOKENS)
-        self._largest = torch.empty(heads, self._stretches, dtype=torch.float32, device=device)
+        self._splits = triton.cdiv(capacity, _TOKENS)
+        self._largest = torch.empty(heads, self._splits, dtype=torch.float32, device=device)
         self._sums = torch.empty_like(self._largest)
-        self._mixes = torch.empty(heads, self._stretches, head_dim, dtype=torch.float32, device=device)
+        self._mixes = torch.empty(heads, self._splits, head_dim, dtype=torch.float32, device=device)
 
     def run(self, q, k, v, keys, values, tokens: torch.Tensor, mixed: torch.Tensor) -> None:
         """Append k and v as row tokens - 1 and attend over all `tokens` rows; shapes as in the file's contract.
@@ -108,25 +109,25 @@ class AttentionStep:
         Raises EngineError where sizes, types or devices do not fit.
         """
         width, kv_width = self._heads * self._head_dim, self._kv_heads * self._head_dim
-        wanted = (("q", q, (width,)), ("k", k, (kv_width,)), ("v", v, (kv_width,)), ("mixed", mixed, (width,)))
-        for name, tensor, shape in wanted:
-            if tuple(tensor.shape) != shape or tensor.dtype != torch.float32 or not tensor.is_contiguous():
-                raise EngineError(f"attention's {name} is {tensor.dtype} {list(tensor.shape)}, not float32 {shape}")
-        cache = (self._capacity, kv_width)
-        for name, tensor in (("keys", keys), ("values", values)):
-            fits = tensor.dtype == keys.dtype and tensor.dtype in (torch.float32, torch.bfloat16)
-            if tuple(tensor.shape) != cache or not fits or not tensor.is_contiguous():
-                raise EngineError(f"attention's {name}: {tensor.dtype} {list(tensor.shape)}, not contiguous {cache}")
-        devices = {str(t.device) for t in (q, k, v, keys, values, tokens, mixed, self._sums)}
-        if len(devices) > 1 or tokens.dtype != torch.int32 or tokens.numel() != 1:
-            raise EngineError(f"attention on {sorted(devices)} over {tokens.dtype} {list(tokens.shape)} tokens")
+        cached = torch.bfloat16 if keys.dtype == torch.bfloat16 else torch.float32
+        wanted = {
+            "q": (q, torch.float32, (width,)),
+            "k": (k, torch.float32, (kv_width,)),
+            "v": (v, torch.float32, (kv_width,)),
+            "keys": (keys, cached, (self._capacity, kv_width)),
+            "values": (values, cached, (self._capacity, kv_width)),
+            "tokens": (tokens, torch.int32, (1,)),
+            "mixed": (mixed, torch.float32, (width,)),
+        }
+        for name, expected in wanted.items():
+            check_tensor("attention's", name, *expected, self._sums.device)
         share, dim = self._heads // self._kv_heads, triton.next_power_of_2(max(16, self._head_dim))
-        _stretch_kernel[(self._kv_heads, self._stretches)](
+        _split_kernel[(self._kv_heads, self._splits)](
             q, k, v, keys, values, tokens, self._largest, self._sums, self._mixes, self._head_dim**-0.5, share,
-            kv_width, self._head_dim, self._stretches, TOKENS=_TOKENS,
+            kv_width, self._head_dim, self._splits, TOKENS=_TOKENS,
             SHARE=triton.next_power_of_2(max(16, share)), DIM=dim, num_warps=8,
         )  # fmt: skip
         _merge_kernel[(self._heads,)](
-            self._largest, self._sums, self._mixes, tokens, mixed, self._head_dim, self._stretches,
+            self._largest, self._sums, self._mixes, tokens, mixed, self._head_dim, self._splits,
             TOKENS=_TOKENS, MERGE=_MERGE, DIM=dim, num_warps=4,
         )  # fmt: skip

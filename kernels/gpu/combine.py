@@ -18,7 +18,7 @@ import triton.language as tl
 
 from nemolab.errors import EngineError
 from nemolab.kernels.gpu.decode import E2M1_UNIT, E4M3_UNIT
-from nemolab.kernels.gpu.launch import Prepared
+from nemolab.kernels.gpu.launch import Prepared, check_tensor
 
 _BLOCK = 16  # outputs a program: 64 bytes of each row of partial sums
 _DOWN_UNIT = E2M1_UNIT * E4M3_UNIT
@@ -59,9 +59,11 @@ def _combine_kernel(
 
 
 class Combine:
-    """The sum for one shape: `ranks` K, `parts` P and `width` X."""
+    """The sum for one shape: `ranks` K, `parts` P and `width` X, a multiple of 8, or it raises EngineError."""
 
     def __init__(self, ranks: int, parts: int, width: int):
+        if width % 8:
+            raise EngineError(f"combine: {width} outputs; a multiple of 8 is needed")
         self.shape = (ranks, parts, width)
         parts_2 = triton.next_power_of_2(parts)
         constants = {
@@ -83,20 +85,18 @@ class Combine:
         All on one device and contiguous. Raises EngineError where shapes or types do not fit.
         """
         ranks, _, width = self.shape
+        wanted = {
+            "partial": (partial, torch.float32, self.shape),
+            "weights": (weights, torch.float32, (ranks,)),
+            "ids": (ids, torch.int32, (ranks,)),
+            "scales_2": (scales_2, torch.float32, (scales_2.shape[0], 2)),
+            "out": (out, torch.float32, (width,)),
+        }
+        for name, expected in wanted.items():
+            check_tensor("combine's", name, *expected, out.device)
+        if partial.data_ptr() % 16:
+            raise EngineError(f"combine's partial sums at {partial.data_ptr():#x}: a multiple of 16 is needed")
         tensors = [partial, weights, ids, scales_2, out]
-        shapes = tuple(partial.shape) == self.shape and scales_2.shape[1:] == (2,)
-        fits = (
-            shapes
-            and (weights.shape, ids.shape, out.shape) == ((ranks,), (ranks,), (width,))
-            and width % 8 == 0
-            and partial.data_ptr() % 16 == 0
-        )
-        floats = all(t.dtype == torch.float32 for t in (partial, weights, scales_2, out)) and ids.dtype == torch.int32
-        if not (fits and floats and all(t.is_contiguous() and t.device == out.device for t in tensors)):
-            raise EngineError(
-                f"combine: {', '.join(f'{list(t.shape)} {t.dtype}' for t in tensors)}; needed are contiguous float32 "
-                f"{list(self.shape)}, [{ranks}], int32 [{ranks}], float32 [E, 2] and [{width}]"
-            )
         values = [t.data_ptr() for t in tensors]
 
         def launch() -> None:

@@ -51,15 +51,21 @@ def _add_product(a, b, sums, CARD: tl.constexpr):
         return tl.dot(a, b, sums)
 
 
+@triton.jit
+def _tile(ids, starts, begin, end, TOKENS: tl.constexpr):
+    """A program's expert, the first place of its tile, and the last + 1 of the expert's in the stretch."""
+    expert = tl.load(ids + tl.program_id(2))
+    first = tl.maximum(tl.load(starts + expert), begin) + tl.program_id(1) * TOKENS
+    return expert, first, tl.minimum(tl.load(starts + expert + 1), end)
+
+
 @triton.jit(do_not_specialize=["begin", "end"], do_not_specialize_on_alignment=["addresses", "ids"])
 def _up_kernel(
     addresses, ids, scales_2, starts, pairs, begin, end, top_k, x, h, inter, width,
     TOKENS: tl.constexpr, NEURONS: tl.constexpr, K: tl.constexpr, CARD: tl.constexpr,
 ):  # fmt: skip
     # grid: (cdiv(I, NEURONS), cdiv(most pairs of an expert, TOKENS), experts)
-    expert = tl.load(ids + tl.program_id(2))
-    mine = tl.maximum(tl.load(starts + expert), begin) + tl.program_id(1) * TOKENS
-    last = tl.minimum(tl.load(starts + expert + 1), end)
+    expert, mine, last = _tile(ids, starts, begin, end, TOKENS)
     if mine < last:
         place = mine + tl.arange(0, TOKENS)
         values = tl.load(addresses + tl.program_id(2)).to(tl.pointer_type(tl.uint8))
@@ -95,9 +101,7 @@ def _down_kernel(
     TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, K: tl.constexpr, CARD: tl.constexpr,
 ):  # fmt: skip
     # grid: (cdiv(X, OUTPUTS), cdiv(most pairs of an expert, TOKENS), experts)
-    expert = tl.load(ids + tl.program_id(2))
-    mine = tl.maximum(tl.load(starts + expert), begin) + tl.program_id(1) * TOKENS
-    last = tl.minimum(tl.load(starts + expert + 1), end)
+    expert, mine, last = _tile(ids, starts, begin, end, TOKENS)
     if mine < last:
         place = mine + tl.arange(0, TOKENS)
         plane = inter.to(tl.int64) * (width // 2)

@@ -9,7 +9,7 @@ Three launches. The convolution reads its inputs K times (later out of a cache) 
 DIM rows of a head's state through all tokens, CHUNK of them at once: within a chunk token s reaches token t through
 exp(sum of log decay between them), a matrix. Its products are float32's to about 2^-21 (three of TF32 each), its sums
 of log decay float64, since their differences count. It reads c (B and C once a head, out of a cache) and the state,
-and writes y: bound by latency, a chunk after the other. The gated norm reads y and z and writes 2 bytes an element.
+and writes y: bound by latency, a chunk after the other. The gated norm (`rms_norm`'s) reads y and z.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch
 import triton
 import triton.language as tl
 
-from nemolab.errors import EngineError
 from nemolab.kernels.gpu.launch import check_tensor
-from nemolab.kernels.gpu.mamba_step import silu, softplus
+from nemolab.kernels.gpu.mamba_step import check_mixer, time_step
+from nemolab.kernels.gpu.rms_norm import launch_norm, silu
 from nemolab.kernels.mamba_step import mamba_step_torch
 
-_TOKENS, _CHANNELS, _BLOCK = 8, 256, 1024
+_TOKENS, _CHANNELS = 8, 256
 _CHUNK, _DIM, _SLICE = 64, 32, 16  # tokens, rows and columns of the state that a program of the scan works on at once
 
 
@@ -67,9 +67,8 @@ def _scan_kernel(
         inside = token < tokens
         here = inside[:, None] & in_row[None, :]
         x = tl.load(conv + token[:, None] * conv_dim + row[None, :], mask=here, other=0.0)
-        time = softplus(tl.load(dt + token * heads + head, mask=inside, other=0.0) + bias)
-        # Tokens behind the last one neither decay the state nor add to it.
-        time = tl.where(inside, tl.minimum(tl.maximum(time, low), high), 0.0)
+        time = time_step(tl.load(dt + token * heads + head, mask=inside, other=0.0) + bias, low, high)
+        time = tl.where(inside, time, 0.0)  # tokens behind the last one neither decay the state nor add to it
         logs = (time * factor).to(tl.float64)
         sums, total = tl.cumsum(logs, 0), tl.sum(logs, 0)
         # The state lies in memory (in a cache): with B and C whole, and it, registers would not do.
@@ -106,34 +105,11 @@ def _scan_kernel(
         tl.debug_barrier()  # and all have written it
 
 
-@triton.jit
-def _gate_kernel(y, gate, weight, eps, out, width, BLOCK: tl.constexpr):
-    # grid: (tokens, groups)
-    column = tl.program_id(1) * width
-    start = (tl.program_id(0).to(tl.int64) * tl.num_programs(1)) * width + column
-    lane = tl.arange(0, BLOCK)
-    squares = tl.zeros([BLOCK], tl.float32)
-    for first in range(0, width, BLOCK):
-        inside = first + lane < width
-        z = tl.load(gate + start + first + lane, mask=inside, other=0.0)
-        values = tl.load(y + start + first + lane, mask=inside, other=0.0) * silu(z)
-        squares += values * values
-    factor = 1.0 / tl.sqrt_rn(tl.sum(squares, 0) / width + eps)
-    for first in range(0, width, BLOCK):
-        inside = first + lane < width
-        z = tl.load(gate + start + first + lane, mask=inside, other=0.0)
-        values = tl.load(y + start + first + lane, mask=inside, other=0.0) * silu(z)
-        scaled = values * factor * tl.load(weight + column + first + lane, mask=inside, other=0.0)
-        tl.store(out + start + first + lane, scaled.to(tl.bfloat16), mask=inside)
-
-
 class MambaPrompt:
     """The prompt's way through one mixer, with its weights: arguments as of `mamba_step.MambaStep`."""
 
     def __init__(self, conv_weight, conv_bias, a, d, dt_bias, dt_limit, norm, groups: int, eps: float):
-        tensors = (conv_weight, conv_bias, a, d, dt_bias, norm)
-        if any(t.dtype != torch.float32 or not t.is_contiguous() or t.device != norm.device for t in tensors):
-            raise EngineError("a Mamba mixer needs contiguous float32 weights on one device")
+        tensors = check_mixer(conv_weight, conv_bias, a, d, dt_bias, norm)
         self._conv_weight, self._conv_bias, self._a, self._d, self._dt_bias, self._norm = tensors
         self._low, self._high, self._groups, self._eps = float(dt_limit[0]), float(dt_limit[1]), groups, eps
 
@@ -177,11 +153,7 @@ class MambaPrompt:
         self._check("y", y, torch.float32, shape)
         self._check("gate", gate, torch.float32, shape)
         self._check("out", out, torch.bfloat16, shape)
-        width = shape[1] // self._groups
-        block = min(_BLOCK, triton.next_power_of_2(width))
-        _gate_kernel[(shape[0], self._groups)](
-            y, gate, self._norm, self._eps, out, width, BLOCK=block, num_warps=min(8, max(1, block // 128))
-        )
+        launch_norm(y, self._norm, self._eps, out, gate, self._groups)
 
     def _check(self, name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         check_tensor("a Mamba mixer's", name, tensor, dtype, shape, self._norm.device)

@@ -7,8 +7,8 @@
 
 The formulas, the limit and both states are those of `nemolab.kernels.mamba_step`. Three launches, each reading only
 what the one before has written: the convolution of all channels (which moves its inputs up by one), the states of
-ROWS rows a program, the norm of one group a program. Reads and writes the state once, 8 bytes an element, which bounds
-it: 8 MiB a layer for the large model. Sums over the state's last axis are trees; the norm's as in `rms_norm`.
+ROWS rows a program, the norm (`rms_norm`'s) of one group a program. Reads and writes the state once, 8 bytes an
+element, which bounds it: 8 MiB a layer for the large model. Sums over the state's last axis are trees.
 """
 
 from __future__ import annotations
@@ -17,25 +17,28 @@ import torch
 import triton
 import triton.language as tl
 
-from nemolab.errors import EngineError
+from nemolab.kernels.gpu.launch import check_tensor
+from nemolab.kernels.gpu.rms_norm import launch_norm, silu
 from nemolab.kernels.mamba_step import mamba_step_torch
 
-__all__ = ["MambaStep", "mamba_step_torch"]
+__all__ = ["MambaStep", "check_mixer", "mamba_step_torch", "time_step"]
 
-_CHANNELS, _ROWS, _BLOCK = 128, 16, 1024
-
-
-@triton.jit
-def silu(x):
-    return x / (1.0 + tl.exp(-x))
+_CHANNELS, _ROWS = 128, 16
+_NAN: tl.constexpr = tl.constexpr(tl.PropagateNan.ALL)  # the cards' own minimum and maximum of NaN and a number drop it
 
 
 @triton.jit
-def softplus(x):
+def _softplus(x):
     """log(1 + e^x); as torch, beyond 20 it is x. e / (u - 1) takes back what rounding u = 1 + e cost."""
-    e = tl.exp(tl.minimum(x, 20.0))
+    e = tl.exp(tl.minimum(x, 20.0, propagate_nan=_NAN))
     u = 1.0 + e
     return tl.where(x > 20.0, x, tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0))))
+
+
+@triton.jit
+def time_step(x, low, high):
+    """softplus(x) within low to high; NaN stays NaN."""
+    return tl.minimum(tl.maximum(_softplus(x), low, propagate_nan=_NAN), high, propagate_nan=_NAN)
 
 
 @triton.jit
@@ -69,8 +72,7 @@ def _update_kernel(
     in_row, in_state = place < head_dim, n < state_size
     both = in_row[:, None] & in_state[None, :]
     group = head // (heads // groups)
-    dt = softplus(tl.load(projected + inner + conv_dim + head) + tl.load(dt_bias + head))
-    dt = tl.minimum(tl.maximum(dt, low), high)
+    dt = time_step(tl.load(projected + inner + conv_dim + head) + tl.load(dt_bias + head), low, high)
     decay = tl.exp(dt * tl.load(a + head))
     row = head * head_dim + place
     x = tl.load(conv + row, mask=in_row, other=0.0)
@@ -84,21 +86,20 @@ def _update_kernel(
     tl.store(gated + row, y * silu(z), mask=in_row)
 
 
-@triton.jit
-def _norm_kernel(gated, weight, eps, y, width, BLOCK: tl.constexpr):
-    # grid: (groups,)
-    start = tl.program_id(0) * width
-    lane = tl.arange(0, BLOCK)
-    squares = tl.zeros([BLOCK], tl.float32)
-    for first in range(0, width, BLOCK):
-        values = tl.load(gated + start + first + lane, mask=first + lane < width, other=0.0)
-        squares += values * values
-    factor = 1.0 / tl.sqrt_rn(tl.sum(squares, 0) / width + eps)
-    for first in range(0, width, BLOCK):
-        inside = first + lane < width
-        values = tl.load(gated + start + first + lane, mask=inside, other=0.0)
-        scaled = values * factor * tl.load(weight + start + first + lane, mask=inside, other=0.0)
-        tl.store(y + start + first + lane, scaled, mask=inside)
+def check_mixer(conv_weight, conv_bias, a, d, dt_bias, norm) -> tuple[torch.Tensor, ...]:
+    """The weights of a mixer, as they came. Raises EngineError where one does not fit: see `MambaStep`."""
+    conv_dim, heads = conv_bias.numel(), a.numel()
+    weights = {
+        "conv_weight": (conv_weight, (conv_dim, conv_weight.shape[-1])),
+        "conv_bias": (conv_bias, (conv_dim,)),
+        "a": (a, (heads,)),
+        "d": (d, (heads,)),
+        "dt_bias": (dt_bias, (heads,)),
+        "norm": (norm, (norm.numel(),)),
+    }
+    for name, (tensor, shape) in weights.items():
+        check_tensor("a Mamba mixer's", name, tensor, torch.float32, shape, norm.device)
+    return tuple(tensor for tensor, _ in weights.values())
 
 
 class MambaStep:
@@ -106,13 +107,11 @@ class MambaStep:
 
     conv_weight  float32 [conv_dim, taps]; conv_bias [conv_dim]
     a, d, dt_bias  float32 [heads], a = -exp(A_log); dt_limit (low, high); norm [inner]
-    All contiguous, on one device.
+    All contiguous, on one device. Raises EngineError where they do not fit.
     """
 
     def __init__(self, conv_weight, conv_bias, a, d, dt_bias, dt_limit, norm, groups: int, eps: float):
-        tensors = (conv_weight, conv_bias, a, d, dt_bias, norm)
-        if any(t.dtype != torch.float32 or not t.is_contiguous() or t.device != norm.device for t in tensors):
-            raise EngineError("a Mamba step needs contiguous float32 weights on one device")
+        tensors = check_mixer(conv_weight, conv_bias, a, d, dt_bias, norm)
         self._conv_weight, self._conv_bias, self._a, self._d, self._dt_bias, self._norm = tensors
         self._low, self._high, self._groups, self._eps = float(dt_limit[0]), float(dt_limit[1]), groups, eps
         self._conv, self._gated = torch.empty_like(conv_bias), torch.empty_like(norm)
@@ -133,12 +132,7 @@ class MambaStep:
             "y": (y, (inner,)),
         }
         for name, (tensor, shape) in wanted.items():
-            fits = tensor.dtype == torch.float32 and tensor.is_contiguous() and tensor.device == self._norm.device
-            if tuple(tensor.shape) != shape or not fits:
-                raise EngineError(
-                    f"a Mamba step's {name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}; contiguous "
-                    f"float32 {list(shape)} on {self._norm.device} is needed"
-                )
+            check_tensor("a Mamba step's", name, tensor, torch.float32, shape, self._norm.device)
         _convolve_kernel[(triton.cdiv(conv_dim, _CHANNELS),)](
             projected[inner:], self._conv_weight, self._conv_bias, conv_state, self._conv, conv_dim,
             TAPS=taps, BLOCK=_CHANNELS, num_warps=_CHANNELS // 32,
@@ -149,8 +143,4 @@ class MambaStep:
             heads, head_dim, state_size, self._groups, conv_dim,
             ROWS=rows, STATE=triton.next_power_of_2(state_size), num_warps=4,
         )  # fmt: skip
-        width = inner // self._groups
-        block = min(_BLOCK, triton.next_power_of_2(width))
-        _norm_kernel[(self._groups,)](
-            self._gated, self._norm, self._eps, y, width, BLOCK=block, num_warps=min(8, max(1, block // 128))
-        )
+        launch_norm(self._gated, self._norm, self._eps, y, groups=self._groups)

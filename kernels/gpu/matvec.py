@@ -10,8 +10,9 @@ Reads every stored byte of W once and writes y; x [columns] comes from a cache, 
 | fp8    | 8                  | 1/2 conversion (by bit placing: 2), 1 half -> float, 1 multiply and add      |
 | bf16, f16, f32 | 4, 4, 2    | 1 shift or conversion, 1 multiply and add                                    |
 
-Order of a row's sum, the same on every card: a lane adds the 8 bytes of every (32 * warps)th place, columns ascending
-(NVFP4: a group by itself, then times its scale); lanes are added as a tree. Warps depend on the columns alone.
+Order of a row's sum, the same on every card: each of an accumulator's PLACES columns adds the 8 bytes of every
+PLACESth place in a row, ascending (NVFP4: a group by itself, then times its scale); these are added as a tree. PLACES
+is 32 times the warps, which depend on the columns of W alone.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import triton.language as tl
 
 from nemolab.errors import EngineError
 from nemolab.kernels.gpu.codes import card_of, e2m1_of_word, e2m1_unit, e4m3, e4m3_of_word, e4m3_unit
+from nemolab.kernels.gpu.launch import check_tensor
 from nemolab.kernels.matvec import ADD, BF16, F16, F32, FP8, NVFP4, PLAIN, RELU2, Packed, matvec_torch
 
 __all__ = ["ADD", "PLAIN", "RELU2", "matvec", "matvec_torch"]
@@ -125,7 +127,7 @@ def _matvec_kernel(
 
 
 def _shape(code: int, places: int, rows: int) -> tuple[int, int]:
-    """Warps of a program, which decide the order of sums, and its rows, which do not: the best of a sweep on an H200.
+    """Warps of a program, which decide the order of sums, and its rows, which do not.
 
     Few rows keep many programs in flight; many read x less often, which pays where decoding is dear.
     """
@@ -145,14 +147,10 @@ def matvec(packed: Packed, x: torch.Tensor, y: torch.Tensor, mode: int = PLAIN) 
     code, rows, columns = int(packed.table[0]), packed.rows, packed.columns
     weight, scales, bias = packed.keep
     for name, vector, length in (("x", x, columns), ("y", y, rows)):
-        if vector.shape != (length,) or vector.dtype != torch.float32 or not vector.is_contiguous():
-            raise EngineError(
-                f"{name}: {vector.dtype} {list(vector.shape)}; contiguous float32 [{length}] is needed for a matrix "
-                f"[{rows}, {columns}]"
-            )
-    devices = {tensor.device for tensor in (weight, scales, bias, x, y) if tensor is not None}
+        check_tensor(f"for a matrix [{rows}, {columns}],", name, vector, torch.float32, (length,), weight.device)
+    devices = {tensor.device for tensor in (weight, scales, bias) if tensor is not None}
     if len(devices) > 1:
-        raise EngineError(f"a matrix, its scales, bias and vectors lie on {sorted(map(str, devices))}; one is needed")
+        raise EngineError(f"a matrix, its scales and its bias lie on {sorted(map(str, devices))}; one is needed")
     if columns % _COLUMNS[code] or weight.data_ptr() % 8:
         raise EngineError(
             f"rows of {columns} columns at {weight.data_ptr():#x}: whole 8 bytes, {_COLUMNS[code]} columns, are needed"

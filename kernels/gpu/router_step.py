@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from nemolab.errors import EngineError
+from nemolab.kernels.gpu.launch import check_tensor
 from nemolab.kernels.router_step import router_step_torch
 
 __all__ = ["RouterStep", "router_step_torch"]
@@ -110,19 +111,14 @@ class RouterStep:
 
         Raises EngineError where sizes, types or devices do not fit.
         """
-        wanted = (
-            ("logits", logits, torch.float32, self._experts),
-            ("bias", bias, torch.float32, self._experts),
-            ("experts", experts, torch.int32, self._top_k),
-            ("weights", weights, torch.float32, self._top_k),
-        )
-        for name, tensor, dtype, length in wanted:
-            fits = tensor.dtype == dtype and tensor.is_contiguous() and tensor.device == self._keys.device
-            if tensor.shape != (length,) or not fits:
-                raise EngineError(
-                    f"a router's {name}: {tensor.dtype} {list(tensor.shape)} on {tensor.device}; contiguous {dtype} "
-                    f"[{length}] on {self._keys.device} is needed"
-                )
+        wanted = {
+            "logits": (logits, torch.float32, (self._experts,)),
+            "bias": (bias, torch.float32, (self._experts,)),
+            "experts": (experts, torch.int32, (self._top_k,)),
+            "weights": (weights, torch.float32, (self._top_k,)),
+        }
+        for name, expected in wanted.items():
+            check_tensor("a router's", name, *expected, self._keys.device)
         if self._groups > 1:
             size = self._experts // self._groups
             _group_keys_kernel[(1,)](
