@@ -117,7 +117,7 @@ def test_an_engine_that_is_forgotten_leaves_no_file_and_nothing_page_locked(smal
 def test_memory_of_the_cache_stays_until_it_is_unlocked(small_path, card):
     opened = Engine(small_path, device="twin", vram_gib=4)
     use(opened)
-    address = opened._model.memory.address
+    address = int(opened._model.memory.addresses[0])
     opened._cache.close()
     assert is_mapped(address)
     opened.close()
@@ -163,3 +163,20 @@ def test_a_limit_ends_with_a_card_that_is_forgotten(monkeypatch):
     second.set_limit(None)
     del second
     assert fractions == [0.25, 0.25, 0.5, 0.125, 1.0]
+
+
+@one_thread
+def test_what_a_card_may_be_at_stays_where_waiting_for_it_is_interrupted(small_path, card, monkeypatch):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with Engine(small_path, device="twin", vram_gib=4, prefetch=2) as opened:
+        parts = opened._model._parts
+        guesses, locked = parts.guesses, dict(card.locker.locked)
+        with monkeypatch.context() as waiting:
+            waiting.setattr(card, "wait", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                parts.guess(1)
+        gc.collect()
+        assert parts.guesses is guesses and card.locker.locked.items() >= locked.items()
+        use(opened)

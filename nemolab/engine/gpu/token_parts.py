@@ -71,9 +71,10 @@ class TokenParts:
         """What was recorded as a graph touches the part that was, and so may the card."""
         self.stretches.drop()
         old = getattr(self, name)
+        if old is not None:
+            self._device.wait()  # first: an interrupt must not let go of what the card may be at
         setattr(self, name, part)
         if old is not None:
-            self._device.wait()
             old.close()
 
     def close(self) -> None:
