@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from nemolab.errors import StoreError
+from nemolab.store import page_lock
 from nemolab.store.arena import Arena
 from nemolab.store.direct_io import address
 from nemolab.store.page_lock import CopyBatch, Driver, PageLock
@@ -170,6 +171,53 @@ def test_an_interrupt_while_it_closes_leaves_nothing_locked(when):
 def test_only_whole_pages_and_rows_are_locked(at, nbytes, row):
     with pytest.raises(StoreError, match="whole pages are needed"):
         PageLock(at, nbytes, row, FakeLocker(1 << 30))
+
+
+class FakeCuda:
+    """A driver's library that notes what is called; calls to `refused` come back with 101."""
+
+    def __init__(self, refused: str = ""):
+        self.refused, self.called = refused, []
+
+    def __getattr__(self, name):
+        def call(*arguments):
+            if name == "cuGetErrorName":
+                arguments[1]._obj.value = b"CUDA_ERROR_INVALID_DEVICE"
+                return 0
+            self.called.append(name)
+            if name == "cuDeviceGetAttribute":
+                arguments[0]._obj.value = 1
+            return 101 if name == self.refused else 0
+
+        return call
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch):
+    cuda = FakeCuda()
+    monkeypatch.setattr(page_lock.ctypes, "CDLL", lambda name: cuda)
+    monkeypatch.setattr(Driver, "_contexts", {})
+    return cuda
+
+
+def test_a_card_that_is_not_there_is_refused_before_another_is_touched(fake_cuda):
+    """A handle that no call has filled in is card 0's."""
+    fake_cuda.refused = "cuDeviceGet"
+    with pytest.raises(StoreError, match="card 7 cannot be used: cuDeviceGet says CUDA_ERROR_INVALID_DEVICE"):
+        Driver(7)
+    assert fake_cuda.called == ["cuInit", "cuDeviceGet"]
+
+
+def test_a_card_s_context_is_retained_once(fake_cuda):
+    for card in (0, 0, 1):
+        assert Driver(card).use() is None
+    assert fake_cuda.called.count("cuDevicePrimaryCtxRetain") == 2
+
+
+@pytest.mark.gpu
+def test_a_card_beyond_the_last_is_refused():
+    with pytest.raises(StoreError, match="card 99 cannot be used: cuDeviceGet says CUDA_ERROR_INVALID_DEVICE"):
+        Driver(99)
 
 
 @pytest.mark.gpu
