@@ -162,7 +162,7 @@ def test_memory_that_is_not_locked_changes_no_bit(path, wanted, shared_bytes, tr
         model, step = engine._model, engine._model._parts.step
 
         def expect(layer, expect=step.expect):
-            seen = model._table.host < model.memory.address_of(model.memory.seen_rows)
+            seen = model._table.host < model.memory.addresses[0] + model.memory.locked_bytes
             assert seen.all(), "the table names nothing that is not locked"
             expect(layer)
 

@@ -123,15 +123,15 @@ def test_every_range_of_the_cache_is_unlocked_whatever_the_others_raise():
     memory.close()
 
 
-def test_addresses_of_rows_beyond_two_gib_are_whole():
-    arena = Arena(5, 4096)
-    memory = CacheMemory(SimpleNamespace(arena=arena.rows, slots=3), SimpleNamespace(locker=CountingLocker()))
-    assert memory.lock_row(2)
-    begin, memory.block_bytes = address(arena.rows), 2**22
-    memory._ranges[0][1].locked_bytes = 2**40
+def test_addresses_of_rows_beyond_four_gib_are_whole():
+    arena = Arena(1, 2**22)  # one block, in the place of as many
+    rows = np.lib.stride_tricks.as_strided(arena.rows, (1501, 2**22), (0, 1))
+    memory = CacheMemory(SimpleNamespace(arena=rows, slots=1501), SimpleNamespace(locker=CountingLocker()))
+    memory._ranges[0][1].locked_bytes = 1501 * 2**22
+    begin = address(arena.rows)
     assert memory.addresses_seen(np.array([0, 1500], np.int32)).tolist() == [begin, begin + 1500 * 2**22]
-    memory._ranges[0][1].locked_bytes = 3 * 4096
-    memory.close()
+    memory._ranges[0][1].locked_bytes = 0
+    arena.close()
 
 
 def test_memory_that_cannot_be_shared_is_refused(monkeypatch):

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 from synthetic import one_thread, write_checkpoint
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemolab.engine import Engine
 from nemolab.engine.attention import attend as attend_torch
-from nemolab.engine.gpu import prompt_experts, state
+from nemolab.engine.gpu import moe, prompt_experts, state
 from nemolab.engine.gpu.attention import attend
 from nemolab.engine.gpu.device import StandIn
 from nemolab.engine.gpu.model import CardModel
@@ -42,6 +43,29 @@ def test_no_bit_of_a_prompt_depends_on_halves_stretches_or_the_cache(device, sma
         monkeypatch.setattr("nemolab.engine.gpu.model.PAIRS_PER_PIECE_TOKEN", pairs / 1024)  # for each token of a piece
         with Engine(small_path, device=device, ram_cache_slots=3) as engine:
             assert torch.equal(engine.prefill(IDS, engine.new_state()), wanted), (half, pairs)
+
+
+@one_thread
+def test_what_a_router_sorted_is_gone_once_the_choice_is_known(small_path, monkeypatch):
+    """All ids of all tokens, of which a choice is a view: 33 MB of 8,192 tokens and 512 experts."""
+    sorted_ids, checked, choose, sort = [], [], moe.router_step_torch, PromptExperts.sort
+
+    def remember(*arguments):
+        check()
+        ids, shares = choose(*arguments)
+        assert ids.untyped_storage().nbytes() > 8 * ids.numel()
+        sorted_ids.append(StorageWeakRef(ids.untyped_storage()))
+        return ids, shares
+
+    def check():
+        checked.extend(held.expired() for held in sorted_ids)
+
+    monkeypatch.setattr(moe, "router_step_torch", remember)
+    monkeypatch.setattr(PromptExperts, "sort", lambda *arguments: (check(), sort(*arguments))[1])
+    monkeypatch.setattr("nemolab.engine.gpu.plan.PIECES", (16,))
+    with Engine(small_path, device="twin") as engine:
+        engine.prefill(IDS, engine.new_state())
+    assert len(checked) > 2 * len(sorted_ids) > 4 and all(checked)
 
 
 @pytest.mark.parametrize("slots", [3, 24])
@@ -97,7 +121,7 @@ def test_copies_are_waited_for_where_their_memory_is_read_into_next(hits, enters
             unended.append(device.under_way)
 
     cache = SimpleNamespace(ring=10, slots=100, stream_rows=stream_rows, prompt_enters=enters)
-    memory = SimpleNamespace(block_bytes=4096, address_of=lambda row: 4096 * row, lock_row=lambda row: True)
+    memory = SimpleNamespace(block_bytes=4096, addresses=4096 * np.arange(1000), lock_row=lambda row: True)
     operators = SimpleNamespace(expert_prompt=lambda *_: None, add_experts=lambda *_: None)
     prompts = PromptExperts((16, 16), 4096, cache, memory, device, operators)
     routing = prompts.sort(torch.arange(30).flip(0).view(15, 2), torch.ones(15, 2), 30)

@@ -28,16 +28,18 @@ ASK_AGAIN_S = 1.0  # after RAM was too short to lock more of it
 class CacheMemory:
     """The memory of an ExpertCache as the card sees it: page-locked as its rows come into use.
 
+    .addresses  int64, of each row
     .hidden   some rows could not be locked; .is_late  some of those are now, so that what they hold is to be told again
     """
 
     def __init__(self, cache: ExpertCache, device):
         rows, self.block_bytes = cache.arena.shape
-        self.address = address(cache.arena)
+        begin, self._slots = address(cache.arena), cache.slots
+        self.addresses = begin + self.block_bytes * np.arange(rows, dtype=np.int64)
         # Cached blocks fill from the front, a prompt's ring lies behind them: two ranges that grow.
         borders = (0, cache.slots, rows)
         self._ranges = [
-            (first, PageLock(self.address + first * self.block_bytes, (last - first) * self.block_bytes,
+            (first, PageLock(begin + first * self.block_bytes, (last - first) * self.block_bytes,
                              self.block_bytes, device.locker))
             for first, last in pairwise(borders)
         ]  # fmt: skip
@@ -57,13 +59,10 @@ class CacheMemory:
         """So many rows from the first on can the card read by itself by now."""
         return self._ranges[0][1].locked_bytes // self.block_bytes
 
-    def address_of(self, row: int) -> int:
-        return self.address + row * self.block_bytes
-
     def addresses_seen(self, rows: np.ndarray) -> np.ndarray:
         """Of rows [n], int64; 0 for those that the card does not read by itself, whatever was tried."""
-        addresses = self.address + self.block_bytes * rows.astype(np.int64)
-        if rows.max() >= self.seen_rows:
+        addresses = self.addresses[rows]
+        if self.seen_rows < self._slots and rows.max() >= self.seen_rows:
             addresses[[not self.lock_row(row) for row in rows.tolist()]] = 0
         return addresses
 
@@ -117,7 +116,7 @@ class Finder:
         """Where the chosen experts of a layer are, or will be; by rank. Raises StoreError, EngineError."""
         memory = self._memory
         rows, missing, wait = self.cache.fetch(layer, experts)
-        addresses = memory.address + memory.block_bytes * np.array(rows, np.int64)
+        addresses = memory.addresses[rows]
         if max(rows) < memory.seen_rows:
             return Fetch(addresses, missing, wait)
         for row in rows:

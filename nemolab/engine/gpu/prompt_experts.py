@@ -142,7 +142,7 @@ class PromptExperts:
     def _copy(self, rows: list[int]) -> int:
         """Queue copies of these rows into the half whose turn it is; the current stream waits for them. Which half."""
         turn, self._turn, copies = self._turn, 1 - self._turn, self._copies
-        self._sources[turn, : len(rows)] = [self._memory.address_of(row) for row in rows]
+        self._sources[turn, : len(rows)] = self._memory.addresses[rows]
         copies.wait_event(self._done[turn])
         if all([self._memory.lock_row(row) for row in rows]) and self._batches:
             self._batches[turn].run(0, len(rows))
