@@ -41,7 +41,7 @@ def test_memory_is_what_the_driver_tells_less_what_others_held(store):
     assert [row["name"] for row in found["rows"]] == [f"card_memory.{of}" for of in ("load", "prompt", "decode")]
     assert found["rows"][0]["settings"]["planned"]["total_bytes"] == found["planned_gib"] * 2**30
     assert found["found_gib"] is None, "a twin has no account of its own"
-    assert not [name for name in found["rows"][0]["settings"] if name.endswith(("_s", "_ms"))], "what is new is not timed"
+    assert not [name for name in found["rows"][0]["settings"] if name.endswith(("_s", "_ms"))], "not timed"
 
 
 def test_a_peak_between_two_looks_at_the_engine_is_seen():
