@@ -8,11 +8,14 @@ from transformers.models.nemotron_h import modeling_nemotron_h
 
 from nemolab.checkpoint import Checkpoint
 from nemolab.compare.reference import Reference
+from nemolab.engine import Engine
 from nemolab.errors import UsageError
+from nemolab.store import repack
 from nemolab.synthetic import list_tensors, make_form, write
 from nemolab.synthetic.draws import popularity
 from nemolab.synthetic.floats import BITS, to_bits, to_float
 from nemolab.synthetic.writer import draw_tensor
+from nemolab.trace import DECODE
 
 SMALL = {
     "hidden_size": 128, "moe_latent_size": 64, "moe_intermediate_size": 160, "moe_shared_expert_intermediate_size": 96,
@@ -50,7 +53,8 @@ def test_a_tensor_does_not_depend_on_the_layers_and_experts_around_it():
 def test_changing_the_format_of_one_part_leaves_the_others(tmp_path):
     one = Checkpoint.open(write_checkpoint(tmp_path / "a", shared="fp8", mamba="fp8"))
     two = Checkpoint.open(write_checkpoint(tmp_path / "b", shared="nvfp4", mamba="bf16"))
-    names = [name for name in one.tensors if "shared" not in name and "in_proj" not in name and "out_proj" not in name]
+    changed = ("shared", "in_proj", "out_proj", ".norm.")  # norms of MoE layers balance what earlier layers write
+    names = [name for name in one.tensors if not any(word in name for word in changed)]
     assert len(names) > 100
     assert all(np.array_equal(one.read_bytes(name), two.read_bytes(name)) for name in names)
 
@@ -126,7 +130,23 @@ def test_planted_zeros_are_found(tmp_path, watched, shape, sparsity):
     assert done.planted["zero_neurons"] == sparsity
     run_reference(tmp_path / "m")
     shares = [float(torch.stack(layer).mean()) for layer in watched[0]]
-    assert len(shares) == 4 and all(abs(share - sparsity) < 0.12 for share in shares), shares
+    assert len(shares) == 4 and all(abs(share - sparsity) < 0.05 for share in shares), shares
+
+
+def test_planted_zeros_are_found_at_full_width(tmp_path):
+    """Hidden state, latent state and experts as wide as a Super's; the rest small, so that it is quick."""
+    settings = {
+        "pattern": "MEMEM*E", "n_routed_experts": 4, "num_experts_per_tok": 2, "vocab_size": 512, "mamba_num_heads": 8,
+        "moe_shared_expert_intermediate_size": 256, "num_attention_heads": 2,
+    }  # fmt: skip
+    write(tmp_path / "m", "super", mtp=False, settings=settings, sparsity=0.925)
+    repack(tmp_path / "m", tmp_path / "store", announce=lambda *words: None)
+    with Engine(tmp_path / "store", ram_cache_slots=12) as engine, engine.record() as recorder:
+        list(engine.generate([5, 77, 300], max_tokens=10, temperature=1.0, seed=1, stop_ids=[]))
+    trace = recorder.trace()
+    active = trace.active_neurons[trace.phase == DECODE] / 2688
+    assert abs(active.mean() - 0.075) < 0.005, active.mean(axis=(0, 2))
+    assert np.abs(active.mean(axis=(0, 2)) - 0.075).max() < 0.01, active.mean(axis=(0, 2))
 
 
 def test_planted_popularity_is_found(tmp_path, watched):

@@ -112,7 +112,7 @@ def synth(shape, target, moe_layers, words, seed, shards, shard_size, layers_as,
     ]
     if result.planted:
         lines.append(
-            f"planted: {result.planted['zero_neurons']:.0%} of routed neurons at zero, a layer's most popular expert"
-            f" chosen by {result.planted['most_popular_expert']:.0%} of tokens"
+            f"planted: {100 * result.planted['zero_neurons']:.4g}% of routed neurons at zero, a layer's most popular"
+            f" expert chosen by {result.planted['most_popular_expert']:.0%} of tokens"
         )
     return Answer(asdict(result), "\n".join(lines))

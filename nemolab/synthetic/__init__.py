@@ -3,6 +3,7 @@
     shapes     names of published models, how much of one, sizes changed -> a Form
     form       everything that decides the files but the random bits
     tensors    every tensor of a form in order, and how it is drawn (vision: the tower)
+    balance    how strong the common direction is before each MoE layer, which plants the zeros
     draws      stored bytes straight from random bits (floats: their bit patterns)
     shards     files, headers, index;  metadata, small_files: the JSON beside them
     facts      what follows from the shape, and what was planted

@@ -27,6 +27,7 @@ CODE_RMS = math.sqrt(sum(value**2 for value in E2M1_VALUES) / len(E2M1_VALUES)) 
 ONE = 0x38  # 1.0 in E4M3; 8 steps further it is doubled
 _SPREAD_STEPS = 32  # block scales lie evenly over these steps, two octaves below and two above the middle
 _LARGEST, _SMALLEST = 0x7E, 0x01  # 448 and 2^-9
+_LOUDEST_LOW = 0x6F  # FP8 bytes of the two octaves that end with 448
 # Codes -2, -3, -4 and -6, drawn evenly: how `up` holds its neurons back.
 HOLDING_CODES_MEAN = 3.75
 LOUDEST_CENTRE = 4  # from this octave on a scale of 448 is no outlier that would drown its row
@@ -226,13 +227,13 @@ def popularity(experts: int, top_k: int, skew: float) -> list[float]:
 
 @cache
 def fp8_matrix(spread: float, plant: Plant = NOTHING) -> tuple[Matrix, float]:
-    """(draw, weight_scale): the largest byte is 448, as maximum calibration makes it."""
-    scale = spread / fp8_rms()
-    for value in (plant.value if plant.columns else 0, plant.carry if plant.carry_rows else 0):
-        scale = max(scale, abs(value) / 448)
-    if scale == spread / fp8_rms():
-        return Matrix("fp8", 0x6F, plant, scale), scale
-    return Matrix("fp8", lowest_bits("fp8", spread / scale), plant, scale), scale
+    """(draw, weight_scale): the largest byte is 448, as maximum calibration makes it, or what is planted needs it."""
+    largest = max(abs(plant.value) if plant.columns else 0, abs(plant.carry) if plant.carry_rows else 0)
+    low = _LOUDEST_LOW
+    if largest > 448 * spread / fp8_rms(low):
+        low = lowest_bits("fp8", 448 * spread / largest)
+    scale = spread / fp8_rms(low)  # bytes come in coarse steps, and the scale makes the rms exact
+    return Matrix("fp8", low, plant, scale), scale
 
 
 @cache

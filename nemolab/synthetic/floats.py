@@ -84,6 +84,6 @@ def lowest_bits(format: str, spread: float) -> int:
 
 
 @cache
-def fp8_rms() -> float:
-    """rms of FP8 bytes drawn from the two octaves below 448."""
-    return math.sqrt((e4m3_values()[0x6F:0x7F] ** 2).mean())
+def fp8_rms(low: int) -> float:
+    """rms of FP8 bytes drawn evenly from the two octaves that begin at `low`."""
+    return math.sqrt((e4m3_values()[low : low + 16] ** 2).mean())

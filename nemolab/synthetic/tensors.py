@@ -4,7 +4,8 @@ What is drawn, so that wrong bytes change the logits and the planted facts hold:
 - Embeddings have a spread of 1, other matrices 1/sqrt(columns): what a layer reads and computes has a spread of 1.
 - A *common direction*: the first few columns of the embeddings hold one constant that no layer writes to. Norms hand it
   to the experts (through `fc1_latent_proj` where there is one), whose `up` rows are negative there: most
-  pre-activations fall below zero, and ReLU^2 leaves the share asked for at zero.
+  pre-activations fall below zero, and ReLU^2 leaves the share asked for at zero. Norms before MoE layers make up for
+  what earlier layers wrote beside it (`balance`).
 - A routed expert's output is large enough that a model without it is another model.
 """
 
@@ -14,6 +15,7 @@ import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import NormalDist
 
 import numpy as np
@@ -21,6 +23,16 @@ import numpy as np
 from nemolab.checkpoint.names import CANONICAL_BACKBONE, stored_name
 from nemolab.checkpoint.structure import HEAD, Expected, expect_modules, expect_mtp
 from nemolab.synthetic import draws
+from nemolab.synthetic.balance import (
+    ADDED,
+    ADDED_BY_ROUTED,
+    ADDED_BY_SHARED,
+    EMBEDDED,
+    NORM_SPREAD,
+    UNEVEN,
+    find_norm_weights,
+    solve,
+)
 from nemolab.synthetic.draws import NOTHING, Plant
 from nemolab.synthetic.floats import BITS
 from nemolab.synthetic.form import Form
@@ -28,12 +40,6 @@ from nemolab.synthetic.vision import list_vision
 
 ITEM_BYTES = {"U8": 1, "F8_E4M3": 1, "BF16": 2, "F16": 2, "F32": 4, "I64": 8}
 
-# What a layer adds to the variance of the residual stream, which begins at 1.
-_ADDED = {"mamba": 1.0, "attention": 1.0, "mlp": 1.0, "moe": 2.0}
-_ADDED_BY_SHARED = 0.4  # of the 2.0
-_ADDED_ON_AVERAGE = 1.75
-_UNEVEN = 1.4  # a token's experts weigh unevenly, which adds more than as many even ones would
-_EMBEDDED = 2.0  # the common direction in the embeddings
 _HEAD_SPREAD = 2.5  # of the logits: enough that the likeliest token stands out
 _HOLDING = draws.HOLDING_CODES_MEAN / (draws.CODE_RMS * draws.scale_rms())  # entries of `up` that hold back, in rms
 OCTAVES = 6  # weight_scale_2 of two matrices lie up to 2^5 apart
@@ -80,26 +86,24 @@ class Direction:
     """The common direction of a form: how wide it is and how strong where.
 
     hidden, latent  columns of the hidden state and of what experts read; 0: nothing is planted
-    at_experts      its value in what the experts read, which gives the wanted share of zeros
-    after_norm      its value in the normed hidden state of MoE layers
-    threshold       pre-activations lie this many spreads below zero
+    carry           what takes it from the hidden state to the experts' latent state, in each column of each row
+
+    What these make of it is nearly what gives the wanted share of zeros; the norms (`balance`) do the rest.
     """
 
     hidden: int
     latent: int
-    at_experts: float
-    after_norm: float
-    threshold: float
+    carry: float
 
     @classmethod
     def of(cls, form: Form) -> Direction:
         config = form.config
         if form.zero_share <= 0.5 or "moe" not in (*config.layer_types, *config.mtp_layer_types):
-            return cls(0, 0, 0.0, 0.0, 0.0)
+            return cls(0, 0, 0.0)
         hidden, width = _columns(config.hidden_size), _columns(config.expert_in)
         threshold = NormalDist().inv_cdf(form.zero_share)
         at_experts = threshold * math.sqrt(max(1, config.expert_in - width)) / (width * _HOLDING)
-        return cls(hidden, width, at_experts, _EMBEDDED if config.moe_latent_size else at_experts, threshold)
+        return cls(hidden, width, at_experts / (hidden * EMBEDDED))
 
 
 def _columns(width: int) -> int:
@@ -110,7 +114,22 @@ class _Lister:
     def __init__(self, form: Form):
         self.form, self.config = form, form.config
         self.direction = Direction.of(form)
-        self.fourth_moment = upper_moment(self.direction.threshold)
+
+    @cached_property
+    def norm_weights(self) -> dict[str, float]:
+        """Canonical name of a MoE layer's norm -> its weight where the common direction lies."""
+        config, found = self.config, {}
+        for prefix, kinds in ((CANONICAL_BACKBONE, config.layer_types), ("mtp.", config.mtp_layer_types)):
+            weights = find_norm_weights(self.form, self.direction.hidden, self._matrix, kinds, prefix)
+            found |= {f"{prefix}layers.{layer}.norm": weight for layer, weight in weights.items()}
+        return found
+
+    @cached_property
+    def fourth_moment(self) -> float:
+        """Mean square of what ReLU^2 leaves in a routed expert, in the format most of them have."""
+        shape = (self.config.expert_inter, self.config.expert_in)
+        format = self.form.formats.of("backbone.layers.0.mixer.experts.0.up_proj", "", 0)
+        return solve(format, shape[1], *self._matrix("experts.up_proj", shape), self.form.zero_share)[1]
 
     def everything(self) -> Iterator[Tensor]:
         for name, part, expected, ordinal in self.modules():
@@ -161,38 +180,34 @@ class _Lister:
         unwritten = Plant(zero_rows=way.hidden) if way.hidden else NOTHING
         latent = bool(self.config.moe_latent_size)
         if role == "embeddings":
-            return 1.0, Plant(columns=way.hidden, value=_EMBEDDED) if way.hidden else NOTHING
+            return 1.0, Plant(columns=way.hidden, value=EMBEDDED) if way.hidden else NOTHING
         if role == HEAD:
             return _HEAD_SPREAD * spread, NOTHING
         if role == "gate":
             return spread, Plant(columns=way.hidden) if way.hidden else NOTHING
         if role in ("out_proj", "o_proj"):
-            return spread, unwritten
+            return spread * math.sqrt(ADDED["attention" if role == "o_proj" else "mamba"]), unwritten
         if role in ("down_proj", "shared_experts.down_proj"):  # ReLU^2 of N(0, 1): a mean square of 1.5
-            added = 1.0 if role == "down_proj" else _ADDED_BY_SHARED
+            added = ADDED["mlp"] if role == "down_proj" else ADDED_BY_SHARED
             return spread * math.sqrt(added / 1.5), unwritten
         if role == "fc1_latent_proj" and way.hidden:
-            carry = way.at_experts / (way.hidden * way.after_norm)
-            plant = Plant(columns=way.hidden, carry_rows=way.latent, carry=carry)
+            plant = Plant(columns=way.hidden, carry_rows=way.latent, carry=way.carry)
             return max(1, columns - way.hidden) ** -0.5, plant
         if role == "fc2_latent_proj":
-            return spread * math.sqrt(self._added_by_routed()), unwritten
+            return spread * math.sqrt(ADDED_BY_ROUTED), unwritten
         if role == "experts.up_proj" and way.latent:
             spread = max(1, columns - way.latent) ** -0.5
             return spread, Plant(columns=way.latent, value=-_HOLDING * spread)
         if role == "experts.down_proj":
             spread *= math.sqrt(self._expert_variance() / self.fourth_moment)
-            return (spread, NOTHING) if latent else (spread * math.sqrt(self._added_by_routed()), unwritten)
+            return (spread, NOTHING) if latent else (spread * math.sqrt(ADDED_BY_ROUTED), unwritten)
         return spread, NOTHING
-
-    def _added_by_routed(self) -> float:
-        return _ADDED["moe"] - (_ADDED_BY_SHARED if self.config.n_shared_experts else 0.0)
 
     def _expert_variance(self) -> float:
         """Of one expert's output, so that the weighted sum of a token's experts has a variance of 1."""
         config = self.config
         weight = config.routed_scaling_factor * (1 / config.top_k if config.norm_topk_prob else 0.6)
-        return 1 / (_UNEVEN * config.top_k * weight**2) if weight else 1.0
+        return 1 / (UNEVEN * config.top_k * weight**2) if weight else 1.0
 
     def _vector(self, name: str, role: str, width: int):
         way = self.direction
@@ -203,15 +218,9 @@ class _Lister:
         if name == "backbone.norm_f" and self.config.tie_word_embeddings:
             tied = _HEAD_SPREAD * width**-0.5
             return draws.Vector("bf16", tied, tied / 10)
-        layer = layer_of(name)
-        if role == "norm" and way.hidden and name.endswith(f".{layer}.norm") and self._is_moe(name, layer):
-            variance = 1 + way.hidden * (_EMBEDDED**2 - 1) / width + _ADDED_ON_AVERAGE * layer
-            return draws.Vector("bf16", 1.0, 0.1, way.hidden, way.after_norm * math.sqrt(variance) / _EMBEDDED)
-        return draws.Vector("bf16", 1.0, 0.1)
-
-    def _is_moe(self, name: str, layer: int) -> bool:
-        types = self.config.layer_types if name.startswith(CANONICAL_BACKBONE) else self.config.mtp_layer_types
-        return layer < len(types) and types[layer] == "moe"
+        if way.hidden and name in self.norm_weights:
+            return draws.Vector("bf16", 1.0, NORM_SPREAD, way.hidden, self.norm_weights[name])
+        return draws.Vector("bf16", 1.0, NORM_SPREAD)
 
     def _linear(self, name: str, shape: tuple[int, int], format: str, spread: float, plant: Plant) -> Iterator[Tensor]:
         rows, columns = shape
@@ -253,12 +262,6 @@ def layer_of(name: str) -> int | None:
     """N of `....layers.N....`"""
     head, found, rest = name.partition(".layers.")
     return int(rest.partition(".")[0]) if found else None
-
-
-def upper_moment(threshold: float) -> float:
-    """Mean square of ReLU^2 of a normal number `threshold` spreads below zero: E[max(0, N - threshold)^4]."""
-    normal, t = NormalDist(), threshold
-    return (t**4 + 6 * t**2 + 3) * (1 - normal.cdf(t)) - (t**3 + 5 * t) * normal.pdf(t)
 
 
 def draw_format(draw) -> str:
