@@ -255,5 +255,6 @@ def test_a_driver_that_stops_telling_is_named_as_the_reason(fake_torch):
     driver.status = 15
     memory = card.memory()
     assert memory["beside_bytes"] == memory["peak_beside_bytes"] == 400 * MIB and card.look().source == ASSUMED
+    assert memory["opened_bytes"] == 400 * MIB
     assert memory["beside_is"].startswith("assumed as last found: the driver's library failed: ")
     card.close()

@@ -61,7 +61,7 @@ class Card:
             self.locker = Driver(index)
             properties = torch.cuda.get_device_properties(self.torch_device)
             self.name, self.total_bytes = properties.name, properties.total_memory
-            self._beside.look(torch.cuda.memory_reserved(index))  # the context is ours
+            self._opened_bytes = self._beside.look(torch.cuda.memory_reserved(index))  # the context is ours
         except StoreError as problem:
             raise EngineError(str(problem)) from None
         finally:
@@ -178,6 +178,7 @@ class Card:
             "reserved_bytes": usage.reserved_bytes,
             "beside_bytes": usage.beside_bytes,
             "beside_is": how,
+            "opened_bytes": self._opened_bytes,
             "in_use_bytes": usage.used_bytes,
             "total_bytes": usage.total_bytes,
             "peak_allocated_bytes": torch.cuda.max_memory_allocated(self.torch_device),

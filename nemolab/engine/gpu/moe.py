@@ -100,17 +100,20 @@ class MoeLayer:
         else:
             x += step.out
 
+    def _choose(self, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Experts int64 and weights [tokens, top_k] for h [tokens, hidden], float32: what decides is not rounded."""
+        ids, shares = router_step_torch(self.card_gate.apply_float32(h), self.card_bias, *self.routing)
+        return ids.contiguous(), shares  # a copy: a part of all that were sorted would keep the rest
+
     def prompt(self, x: torch.Tensor, state: None) -> None:
         """x [tokens, hidden] plus the layer's output, in place; each needed expert is read at most once."""
         recorder, chosen, seen = self.recorder, [], []
         for piece in x.split(self._piece_tokens):
             h = self.norm.new(piece, torch.float32)
-            # What decides is not rounded. Ids are a part of all that were sorted: a copy lets go of the rest.
-            ids, shares = router_step_torch(self.card_gate.apply_float32(h), self.card_bias, *self.routing)
-            chosen.append((ids.contiguous(), shares))
+            chosen.append(self._choose(h))
             if recorder:
                 seen.append(h.cpu())
-        del h, ids, shares
+        del h
         experts, weights = (torch.cat(parts) for parts in zip(*chosen, strict=True))
         chosen.clear()
         routing = self.prompt_experts.sort(experts, weights, self._config.n_experts)

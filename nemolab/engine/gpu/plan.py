@@ -24,7 +24,7 @@ CONTEXT_BYTES = 768 * 2**20
 LATER_BYTES = 192 * 2**20
 # What may come between one look and the next: the driver takes memory for kernels and graphs in small pieces.
 SPARE_BYTES = 16 * 2**20
-LEAST_CONTEXT_BYTES = 64 * 2**20  # less cannot be a context: others took less meanwhile, and ours was found too small
+LEAST_CONTEXT_BYTES = 64 * 2**20  # less cannot be a context: another program let go of memory while ours was made
 # A piece of a matrix decoded, cuBLAS' through torch (32 MiB on Hopper, 8 elsewhere), and what torch rounds up.
 WORKSPACE_BYTES = (32 + 32 + 32) * 2**20
 WASTED_BYTES = 2**16  # a token of a piece: torch keeps memory of activations that others of another size cannot use
@@ -163,9 +163,8 @@ def _token_bytes(config, capacity: int) -> int:
     hidden, heads, kinds = config.hidden_size, config.num_attention_heads, list(config.layer_types)
     inner, projected = config.mamba_inner, config.mamba_inner + config.mamba_conv_dim + config.mamba_num_heads
     queries, keys = heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    layers = kinds.count("mamba") * (hidden + projected + inner) + kinds.count("attention") * (
-        hidden + 2 * queries + 2 * keys
-    )
+    layers = kinds.count("mamba") * (hidden + projected + inner)
+    layers += kinds.count("attention") * (hidden + 2 * queries + 2 * keys)
     layers += kinds.count("moe") * config.moe_shared_expert_intermediate_size
     layers += kinds.count("mlp") * (hidden + config.intermediate_size)
     scratch = heads * (config.head_dim + 2) * -(-capacity // SPLIT_TOKENS)
@@ -181,9 +180,8 @@ def _prompt_bytes(store, tokens: int, piece: int) -> int:
     attention = h + 6 * queries * held + 4 * heads * CONVERSATION_TOKENS * rows + 16 * queries * rows
     mlp = h + 6 * config.intermediate_size * held
     logits = LOGIT_ROWS * (4 * config.vocab_size + 6 * hidden)
-    widest = max(_moe_bytes(store, tokens, piece), _mamba_bytes(config, held), attention, mlp, logits) + _float32_bytes(
-        store, held
-    )
+    widest = max(_moe_bytes(store, tokens, piece), _mamba_bytes(config, held), attention, mlp, logits)
+    widest += _float32_bytes(store, held)
     return 4 * hidden * tokens + widest + min(widest, WASTED_BYTES * piece)
 
 

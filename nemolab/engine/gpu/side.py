@@ -110,10 +110,11 @@ class CardSide:
 
         budget_bytes     all that the process may take of the card, or None
         limit_bytes      of it, torch's; less than planned once more was found beside torch
-        planned          {dense, experts, state, prompt, kept, workspace, context, total}_bytes, and pass_tokens
+        planned          {dense, experts, state, prompt, kept, workspace, context, total}_bytes, with prompts in passes
+                         of pass_tokens, in pieces of piece_tokens
         found            dense_bytes of weights; allocated_bytes of tensors, these included; reserved_bytes by torch;
                          beside_bytes, the driver's and libraries' (None: not known; `beside_is` says how it is known);
-                         in_use_bytes by everybody; total_bytes there are
+                         opened_bytes of them when the card was opened; in_use_bytes by everybody; total_bytes there are
         peak             the same at its most: {allocated, reserved, beside, total}_bytes; total counts the planned
                          context where what is beside torch is not known
         kept             of a trial that keeps experts on the card: slots; experts copied, held, copied early
