@@ -117,8 +117,8 @@ def test_a_trial_without_reads_ahead_reads_what_it_misses_and_nothing_else(store
     assert [said["prefetch"] for said in (ahead, behind, more)] == [1, 0, 2]
     assert [said["trials"] for said in (ahead, behind, more)] == [{}, {}, {"no_graphs": True}]
     assert behind["needed_reads"] == behind["reads"] == behind["misses"] and behind["wasted"] == 0
-    for fewer, more in (("misses", "needed_reads"), ("needed_reads", "reads")):
-        assert 24 * (ahead[more] - ahead[fewer]) > 0.5, "one block in 24 tokens at least"
+    for few, many in (("misses", "needed_reads"), ("needed_reads", "reads")):
+        assert 24 * (ahead[many] - ahead[few]) > 0.5, "one block in 24 tokens at least"
     assert ahead["reads"] > ahead["misses"]
     for said in (ahead, behind, more):
         assert said["disk_ms"] == pytest.approx(1e-6 * said["needed_reads"] * store.block_bytes / said["disk_gb_s"])
