@@ -47,7 +47,7 @@ def test_without_a_card_every_verb_says_so_and_exits_with_1(monkeypatch, tmp_pat
 
 def test_verbs_that_run_on_a_card_are_those_looked_at():
     assert set(TAKE_DEVICE) == {("chat",), ("trace",), ("compare",)} | {
-        ("bench", name) for name in ("decode", "turns", "prefill", "card-memory")
+        ("bench", name) for name in ("decode", "turns", "prefill", "card-memory", "bookkeeping")
     }
     assert set(NEED_A_CARD) < set(VERBS) and not set(NEED_A_CARD) & set(TAKE_DEVICE)
 

@@ -55,6 +55,10 @@ def bench_bookkeeping(
     """
     if repeats < 3:
         raise UsageError(f"{repeats} rounds give no median and no spread; take at least 3")
+    if device != "cpu":
+        from nemolab.engine.gpu.device import check_device
+
+        check_device(device)
     layers, experts, top_k = shape
     slots = max(top_k, round(CACHED_SHARE * layers * experts))
     trace = sticky_trace(warm_up + tokens * repeats, layers, experts, top_k)
