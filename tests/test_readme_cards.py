@@ -139,7 +139,7 @@ def record_compared(device: str, kl: float, hashes: str) -> None:
     control = {"name": "swapped nibbles", "ppl": 1234.0, "kl_mean_least": 3.0}
     runs = {f"run {number}": logits for number, logits in enumerate(hashes)}
     repeats = {"prompt_tokens": 8, "steps": 2, "logits_sha256": runs}
-    shared = {"model": "tiny", "threads": 2, "device": device, "store_layout": "neuron"}
+    shared = {"model": "tiny", "threads": 2, "device": device, "vram_gib": 4.0, "store_layout": "neuron"}
     record_comparison(shared | {"texts": [text], "controls": [control], "determinism": repeats}, datetime.now(UTC))
 
 
