@@ -2,7 +2,7 @@
 
     out[token] += share * results[place - begin]    for the token's places within begin to end, ascending
 
-results  float32 [end - begin, X] as `expert_prompt` leaves it; shares float32 [pairs], by place
+results  float32 [end - begin, X] as `expert_prompt` leaves it; shares float32 [pairs], by place, a position in them
 places   int32 [tokens, K], ascending for each token: pairs lie by expert, so that is ascending expert id
 out      float32 [tokens, X]
 Traffic: 4 * X bytes a pair read; 8 * X bytes a token that has a place in the stretch read and written; the places.

@@ -69,21 +69,21 @@ def _merge_kernel(
 ):  # fmt: skip
     # grid: (heads,)
     head = tl.program_id(0)
-    lane, dim = tl.arange(0, MERGE), tl.arange(0, DIM)
+    split, dim = tl.arange(0, MERGE), tl.arange(0, DIM)
     used = tl.cdiv(tl.load(tokens_ptr), TOKENS)
     start = head * splits
     most = tl.full([MERGE], float("-inf"), tl.float32)
     for first in range(0, used, MERGE):
-        inside = first + lane < used
-        most = tl.maximum(most, tl.load(largest_in + start + first + lane, mask=inside, other=float("-inf")))
+        inside = first + split < used
+        most = tl.maximum(most, tl.load(largest_in + start + first + split, mask=inside, other=float("-inf")))
     largest = tl.max(most, 0)
     total = tl.zeros([MERGE], tl.float32)
     mix = tl.zeros([DIM], tl.float32)
     for first in range(0, used, MERGE):
-        inside = first + lane < used
-        fade = tl.exp(tl.load(largest_in + start + first + lane, mask=inside, other=float("-inf")) - largest)
-        total += tl.load(sums_in + start + first + lane, mask=inside, other=0.0) * fade
-        at = mixes_in + (start + first + lane)[:, None] * head_dim + dim[None, :]
+        inside = first + split < used
+        fade = tl.exp(tl.load(largest_in + start + first + split, mask=inside, other=float("-inf")) - largest)
+        total += tl.load(sums_in + start + first + split, mask=inside, other=0.0) * fade
+        at = mixes_in + (start + first + split)[:, None] * head_dim + dim[None, :]
         tile = tl.load(at, mask=inside[:, None] & (dim < head_dim)[None, :], other=0.0)
         mix += tl.sum(tile * fade[:, None], 0)
     tl.store(mixed + head * head_dim + dim, mix / tl.sum(total, 0), mask=dim < head_dim)

@@ -2,7 +2,7 @@
 
     results[place - begin] = scale_2_down * down(relu(scale_2_up * up(x[pairs[place] // top_k]))^2)
 
-for the places begin to end: pairs (of a token and a rank) lie expert by expert, so these are a stretch of them.
+for the places begin to end, positions in `pairs`: these (of a token and a rank) lie expert by expert.
 
     x        bfloat16 [tokens, X]; results float32 [end - begin, X]
     blocks   layout `neuron`, X and I multiples of 16; an address each, of memory on the card: a block is read once
@@ -12,7 +12,8 @@ Two launches, with h (the activations, bfloat16 [end - begin, I]) between them. 
 tiles as code * scale, exactly (two significant bits times four); sums are float32, and the matrices' scales multiply
 those. Rounded to BF16 are x and h, nothing else.
 Traffic: the blocks; 2 * X bytes a pair and I/NEURONS, 2 * I bytes a pair written and read, 4 * X bytes a pair written.
-From a few dozen tokens an expert on the matrix units bound it, below that decoding does: 4 instructions a weight.
+With many tokens an expert the matrix units bound it, with few the decoding. E2M1 is decoded by bit placing on every
+card, also where there is a conversion (sm_100): before an expert is decoded it has crossed the bus, which takes longer.
 
 A pair's sums run over columns (neurons) in steps of K, in the order of the card's matrix unit; they do not depend on
 which pairs or experts go together, nor on where a stretch is cut.

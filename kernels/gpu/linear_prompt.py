@@ -1,4 +1,4 @@
-"""A stored matrix times the tokens of a prompt on the card: decoded to BF16 a piece of rows at a time, then torch's own
+"""A stored matrix times the tokens of a prompt on the card: decoded to BF16 a tile of rows at a time, then torch's own
 BF16 multiplication with float32 sums.
 
     y [tokens, rows] float32 (+)= act(scale * x W^T + bias)     x [tokens, columns] bfloat16
@@ -17,7 +17,7 @@ from nemolab.errors import EngineError
 from nemolab.kernels.gpu.decode_bf16 import decode_bf16
 from nemolab.kernels.matvec import ADD, BF16, F16, F32, NVFP4, PLAIN, RELU2, Packed, matvec_torch
 
-PIECE_BYTES = 32 * 2**20  # of a matrix decoded at once, in BF16 or float32
+PIECE_BYTES = 32 * 2**20  # of a tile: rows decoded at once, in BF16 or float32
 
 
 def linear_prompt_torch(packed: Packed, x: torch.Tensor, y: torch.Tensor | None = None, mode: int = PLAIN):
@@ -60,16 +60,16 @@ def linear_prompt(
     )  # fmt: skip
     for start in range(first, last, step):
         stop = min(start + step, last)
-        piece = y[:, start - first : stop - first]
+        tile = y[:, start - first : stop - first]
         if in_float32:
             product = inputs @ weight[start:stop].float().T
-            piece.add_(product) if mode == ADD else piece.copy_(product)
+            tile.add_(product) if mode == ADD else tile.copy_(product)
         else:
             decoded = weight[start:stop]
             if code != BF16:
                 decoded = buffer[: (stop - start) * columns].view(stop - start, columns)
                 decode_bf16(weight[start:stop], scales[start:stop] if code == NVFP4 else None, decoded)
-            _multiply(x, decoded, float(packed.scale), piece, mode == ADD)
+            _multiply(x, decoded, float(packed.scale), tile, mode == ADD)
     if bias is not None:
         y += bias[first:last]
     if mode == RELU2:

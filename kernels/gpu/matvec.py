@@ -10,6 +10,8 @@ Reads every stored byte of W once and writes y; x [columns] comes from a cache, 
 | fp8    | 8                  | 1/2 conversion (by bit placing: 2), 1 half -> float, 1 multiply and add      |
 | bf16, f16, f32 | 4, 4, 2    | 1 shift or conversion, 1 multiply and add                                    |
 
+Loads and the loop come on top; all of it, as compiled, is counted in `nemolab.measure.bench_linear`.
+
 Order of a row's sum, the same on every card: each of an accumulator's PLACES columns adds the 8 bytes of every
 PLACESth place in a row, ascending (NVFP4: a group by itself, then times its scale); these are added as a tree. PLACES
 is 32 times the warps, which depend on the columns of W alone.
