@@ -8,8 +8,9 @@ down's scale_2 and the rank's weight: `Combine` makes the token's output of it. 
               table has an address for each rank, of memory on the card or of page-locked memory on the host
     active    int32 [K, I/16]: which neurons of each group are active, the lowest neuron in the lowest bit
 
-Up is read whole, of down one of two amounts:
+Up is read whole, of down one of three amounts:
 
+    WHOLE    every byte                                   I * X/2 + I/16 * X
     GROUPED  groups of 16 with an active neuron           groups * (8 * X + X)
     ROWS     of those the scales, and only active rows    groups * X + neurons * X/2
 
@@ -17,16 +18,6 @@ What is not read counts as zero, and so does an inactive neuron: its product is 
 for sixteen neurons, sees which are active, and goes on with down for these: nothing waits for a launch between the two,
 and the bus never idles. The order of all sums is fixed, and all strategies run *the same compiled code*: amount, tables
 and ranks are data, never constants or specialisations, so they agree to the bit by construction.
-
-Codes are decoded by bit placing on every card, with none of the conversions of sm_89 and sm_100 that `codes` has for
-dense matrices: these kernels wait for the bus, not for instructions.
-
-Codes are decoded by bit placing (`decode`) on every card: the bus bounds the step, decoding hides behind the loads, and
-the hardware's conversion of E2M1 (sm_100 and later, `codes`) would win no time here.
-
-For `nemolab bench moe-step` alone there is a second form, NEURONS, compiled apart: down one active neuron after another,
-its row and its group's scales, which are read again for each: neurons * (X/2 + X). That is what made skipping single
-neurons slow for others; the sums are those above, so its bits are, too.
 
 A rank whose address is 0 (an expert that is still to be read from disk) is left out; a second launch for the missing
 ranks, once they are there, fills in its rows of `partial`.
@@ -44,10 +35,10 @@ from nemolab.errors import EngineError
 from nemolab.kernels.gpu.decode import E2M1_UNIT, E4M3_UNIT, decode_e2m1, decode_e4m3
 from nemolab.kernels.gpu.launch import Prepared
 
-GROUPED, ROWS = 0, 1  # how much of down is read
+WHOLE, GROUPED, ROWS = 0, 1, 2  # how much of down is read
 
 _GROUPS_A_PART = 2  # groups of 16 neurons that one program adds up
-_WORDS_A_WARP = 64  # int32 words of a row: two warps share a group of Super
+_WORDS_A_WARP = 64  # int32 words of a row: two warps share a group of Super, in half the time of one
 _UP_UNIT = E2M1_UNIT * E4M3_UNIT
 
 
@@ -69,8 +60,8 @@ def expert_step_torch(
     up = (codes * formats.decode_e4m3(up_scales)[..., None]).flatten(1)
     h = torch.relu(scales_2[0] * (up @ x)).square()
     grouped = (h != 0).unflatten(0, (groups, GROUP))
-    read = grouped.any(1, keepdim=True).expand_as(grouped) if amount == GROUPED else grouped
-    codes = formats.decode_e2m1(down_values) * read.flatten()[:, None]
+    read = {WHOLE: torch.ones_like(grouped), GROUPED: grouped.any(1, keepdim=True).expand_as(grouped), ROWS: grouped}
+    codes = formats.decode_e2m1(down_values) * read[amount].flatten()[:, None]
     sums = (codes * h[:, None]).unflatten(0, (groups, GROUP)).sum(1)
     sums = torch.where(grouped.any(1, keepdim=True), sums * formats.decode_e4m3(down_scales), 0.0)
     partial = torch.stack([part.sum(0) for part in sums.split(_GROUPS_A_PART)])
@@ -104,7 +95,6 @@ def _expert_kernel(
     WORDS: tl.constexpr,
     PACK: tl.constexpr,
     UP_UNIT: tl.constexpr,
-    NEURONS: tl.constexpr,
 ):
     # grid: (ranks of this launch, parts)
     rank = tl.load(ranks + first + tl.program_id(0)).to(tl.int64)
@@ -182,23 +172,13 @@ def _expert_kernel(
             h = tl.where(u <= 0, 0.0, u * u)  # NaN is not <= 0, and must not be lost
             bits = tl.sum((h != 0).to(tl.int32) << place, 0)
             tl.store(active + rank * GROUPS + group, bits)
-            if bits != 0:  # where nothing is active, not even a scale that is NaN counts
-                at = down_words + rows[:, None] * ROW + word[None, :]
-                if NEURONS:
-                    v = tl.zeros([16, WORDS], tl.uint32)
-                    t = tl.zeros([WORDS], tl.int64)
-                    left = bits
-                    while left != 0:
-                        one = left & -left
-                        mine = ((one >> place) & 1) != 0
-                        v |= tl.load(at, mask=mine[:, None] & inside[None, :], other=0)
-                        # Volatile, or the compiler reads them once; used at once, so the next neuron waits for them.
-                        t |= tl.load(down_scales + group * ROW + word, mask=inside, other=0, volatile=True)
-                        left ^= one
-                else:
-                    wanted = (h != 0) | (amount == 0)
-                    v = tl.load(at, mask=wanted[:, None] & inside[None, :], other=0)
-                    t = tl.load(down_scales + group * ROW + word, mask=inside, other=0)
+            if bits != 0 or amount == 0:
+                wanted = (h != 0) | (amount == 0) | ((amount == 1) & (bits != 0))
+                v = tl.load(
+                    down_words + rows[:, None] * ROW + word[None, :], mask=wanted[:, None] & inside[None, :], other=0
+                )
+                t = tl.load(down_scales + group * ROW + word, mask=inside, other=0)
+                t = tl.where(bits != 0, t, 0)  # where nothing is active, not even a NaN counts
                 heights = h[:, None]
                 low, high = decode_e2m1(v, 0)
                 y0 += tl.sum(low * heights, 0) * decode_e4m3(t.to(tl.int32))
@@ -213,15 +193,15 @@ def _expert_kernel(
                 y3 += tl.sum(low * heights, 0) * decode_e4m3((t >> 24).to(tl.int32))
                 y7 += tl.sum(high * heights, 0) * decode_e4m3((t >> 56).to(tl.int32))
         # Output 8 * word + place stands at place * ROW + word, so that neighbouring lanes write neighbouring words.
-        sums = partial + (rank * tl.num_programs(1) + part) * WIDTH + word
-        tl.store(sums, y0, mask=inside)
-        tl.store(sums + ROW, y1, mask=inside)
-        tl.store(sums + 2 * ROW, y2, mask=inside)
-        tl.store(sums + 3 * ROW, y3, mask=inside)
-        tl.store(sums + 4 * ROW, y4, mask=inside)
-        tl.store(sums + 5 * ROW, y5, mask=inside)
-        tl.store(sums + 6 * ROW, y6, mask=inside)
-        tl.store(sums + 7 * ROW, y7, mask=inside)
+        at = partial + (rank * tl.num_programs(1) + part) * WIDTH + word
+        tl.store(at, y0, mask=inside)
+        tl.store(at + ROW, y1, mask=inside)
+        tl.store(at + 2 * ROW, y2, mask=inside)
+        tl.store(at + 3 * ROW, y3, mask=inside)
+        tl.store(at + 4 * ROW, y4, mask=inside)
+        tl.store(at + 5 * ROW, y5, mask=inside)
+        tl.store(at + 6 * ROW, y6, mask=inside)
+        tl.store(at + 7 * ROW, y7, mask=inside)
 
 
 class ExpertStep:
