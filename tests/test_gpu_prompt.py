@@ -218,7 +218,7 @@ def check_mixer(device, tokens, sizes):
     weight, bias, a, d, dt_bias, limit, norm, groups, eps = weights
     wanted = mamba_prompt_torch(projected, weight, bias, conv_state, a, d, dt_bias, limit, ssm, norm, groups, eps)
     torch.testing.assert_close(found.float(), wanted, rtol=2**-7, atol=1e-3)  # of rounding to BF16, or cutting off
-    # A product of three TF32 is good to 2^-21 of what it adds up, and what cancels in a state was up to its largest value.
+    # Products of three TF32 are good to 2^-21 of what they add up, which may cancel: to about its largest value.
     torch.testing.assert_close(state, ssm, rtol=1e-4, atol=1e-5 * ssm.abs().max().item())
 
 
