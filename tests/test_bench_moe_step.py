@@ -7,7 +7,7 @@ from nemolab.errors import NemolabError, UsageError
 from nemolab.measure import record
 from nemolab.measure.bench_moe_step import bench_moe_step, check_error, make_answer
 
-CASES = (*TRANSFERS, "pull_graph")
+CASES = (*TRANSFERS, "pull_graph", "neurons")
 
 
 def test_the_bench_needs_sizes_that_can_be():
@@ -32,6 +32,7 @@ def test_a_floor_is_what_is_copied_and_what_is_read_in_place_each_at_its_rate():
         "rows": (2 * 5_760, in_rows),
         "pull": (0, 2 * 5_760 + in_rows),
         "pull_graph": (0, 2 * 5_760 + in_rows),
+        "neurons": (2 * 5_760, 30 * (32 + 64)),
     }
     for place, (name, (copied_bytes, in_place_bytes)) in enumerate(moved.items()):
         said, floor_us = rows[name]["settings"], copied_bytes / 50e3 + in_place_bytes / 25e3

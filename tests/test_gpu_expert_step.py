@@ -12,7 +12,7 @@ from nemolab.checkpoint.formats import E2M1_VALUES
 from nemolab.errors import EngineError
 from nemolab.kernels.gpu.combine import Combine, combine_torch
 from nemolab.kernels.gpu.decode import decode_e2m1, decode_e4m3
-from nemolab.kernels.gpu.expert_step import GROUPED, ROWS, WHOLE, ExpertStep, expert_step_torch
+from nemolab.kernels.gpu.expert_step import GROUPED, ROWS, ExpertStep, expert_step_torch
 from nemolab.kernels.gpu.stream import stream, stream_torch
 from nemolab.kernels.gpu.write_table import MOST, WriteTable, write_table_torch
 from nemolab.store.layout import BlockLayout
@@ -150,9 +150,8 @@ def test_amounts_and_slots_agree_to_the_bit(device):
     """Whatever of down is read, and wherever up lies: the same bits."""
     case = Case(device, *SMALL)
     partial, active = case.launch(amount=ROWS)
-    for amount in (WHOLE, GROUPED):
-        case.poison()
-        assert all(map(torch.equal, case.launch(amount=amount), (partial, active)))
+    case.poison()
+    assert all(map(torch.equal, case.launch(amount=GROUPED), (partial, active)))
     slots = torch.zeros(case.count, case.form.block_bytes // 2, dtype=torch.uint8, device=device)
     half = case.form.payload_bytes // 2
     slots[:, :half] = case.blocks[:, :half]
@@ -161,6 +160,19 @@ def test_amounts_and_slots_agree_to_the_bit(device):
     up, down = (at, case.step.all_ranks), (case.table, case.ids)
     case.step.bind(up, down, case.ids, case.scales_2, case.x).launch(amount=GROUPED)
     assert torch.equal(case.step.partial.cpu(), partial)
+
+
+@on_both
+@pytest.mark.parametrize("share", [0, 0.05, 0.5, 1])
+@pytest.mark.parametrize("shape", [SMALL, (256, 128, 2)], ids=["small", "tiny"])
+def test_scales_read_again_for_each_neuron_give_the_same_bits(device, shape, share):
+    case = Case(device, *shape, active=share)
+    expected = case.launch(amount=ROWS)
+    neurons = sum(int(bits).bit_count() for bits in expected[1].flatten())
+    assert neurons == share * shape[0] * shape[2] if share in (0, 1) else 0 < neurons < shape[0] * shape[2]
+    case.step = ExpertStep(*shape, device, neurons=True)
+    case.poison()
+    assert all(map(torch.equal, case.launch(), expected))
 
 
 @on_both
@@ -220,7 +232,7 @@ def test_nan_scales_count_where_something_is_active_and_only_there(device):
     scales = case.form.planes[3].offset_bytes
     before = case.combined()
     case.blocks[0, scales + idle * 32] = 0x7F
-    for amount in range(3):
+    for amount in (GROUPED, ROWS):
         case.poison()
         case.launch(amount=amount)
         assert torch.equal(case.combined(), before)

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from triton_compile import CAPABILITIES, SHARED_KIB, architecture, compile_kernel, loop_instructions
+from triton_compile import CAPABILITIES, SHARED_KIB, architecture, compile_kernel, instructions, loop_instructions
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -109,7 +109,8 @@ CASES = {
         | {name: "*i64" for name in ("up_table", "down_table")}
         | {name: "*fp32" for name in ("scales_2", "x", "partial")}
         | {"first": "i32", "amount": "i32", "post": "i64"},
-        {"INTER": 2688, "WIDTH": 1024, "GROUPS_A_PART": 2, "WORDS": 128, "PACK": 4, "UP_UNIT": 1.0}, 2, 1,
+        {"INTER": 2688, "WIDTH": 1024, "GROUPS_A_PART": 2, "WORDS": 128, "PACK": 4, "UP_UNIT": 1.0, "NEURONS": False},
+        2, 1,
     ),
     "combine": (
         "combine", "_combine_kernel",
@@ -138,6 +139,8 @@ CONVERSIONS = {
 CONVERTED = [(case, capability) for case in CONVERSIONS for capability in CAPABILITIES] + [
     (case, capability) for case in list(CONVERSIONS)[:4] for capability in (89, 100)
 ]
+
+CASES["expert step neurons"] = CASES["expert step"][:3] + (CASES["expert step"][3] | {"NEURONS": True}, 2, 1)
 
 # The form for 128 tokens is built at its real sizes, and for the widest cards this one is.
 _SMALL = {"prompt down": {"OUTPUTS": 32, "K": 32}}
@@ -211,6 +214,28 @@ def test_instructions_of_a_product_are_those_its_benchmark_reckons_with(format, 
 def test_a_kernel_without_a_loop_is_said():
     with pytest.raises(ValueError, match="without a loop"):
         loop_instructions(build("write table", 90).asm["cubin"])
+
+
+def test_the_form_that_reads_scales_again_adds_up_as_the_other():
+    """Sums over the 16 neurons of a group run in the order of a tensor's layout: the same one, so the same bits."""
+    sums = []
+    for case in ("expert step", "expert step neurons"):
+        code = build(case, 90).asm["ttgir"]
+        layouts = dict(re.findall(r"^(#\w+) = (#ttg\..*)$", code, re.MULTILINE))
+        found = re.findall(r"\(tensor<16x128xf32, (#\w+)>\) -> tensor<128xf32,", code)
+        sums.append([layouts[name] for name in found])
+    assert len(sums[0]) == 8 and sums[0] == sums[1]
+
+
+def test_an_experts_up_is_under_way_at_once():
+    """Nine loads of 16 bytes a lane; the assembler would rather have three, and wait between the arithmetic."""
+    for capability in (90, 120):
+        wide = [
+            at
+            for at, code in enumerate(instructions(build("expert step", capability).asm["cubin"]))
+            if "LDG.E.128" in code
+        ]
+        assert wide[8] - wide[0] < 40, capability
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

@@ -15,6 +15,7 @@ from typing import Any
 CAPABILITIES = (80, 90, 120)  # A100, H100/H200, the GeForce Blackwells
 # Shared memory a program may have, KiB: CUDA C++ Programming Guide, technical specifications per compute capability.
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}
+_CODE = re.compile(r"/\*[0-9a-f]{4,5}\*/\s+(.*?);")
 
 
 def compile_kernel(kernel, signature: dict[str, str], constants: dict[str, Any], capability: int, **options):
@@ -49,10 +50,12 @@ def architecture(cubin: bytes) -> int:
     return (flags >> 8) & 0xFF if cubin[8] >= 8 else flags & 0xFF
 
 
-def loop_instructions(cubin: bytes) -> list[str]:
-    """The machine instructions of a kernel's innermost loop: of what lies between a branch and the label behind it to
-    which it goes, the shortest piece. ValueError where there is no loop.
-    """
+def instructions(cubin: bytes) -> list[str]:
+    """The machine instructions of a kernel, in the order they lie in."""
+    return [code[1] for line in _disassemble(cubin) if (code := _CODE.search(line))]
+
+
+def _disassemble(cubin: bytes) -> list[str]:
     import triton
 
     disassembler = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
@@ -60,15 +63,22 @@ def loop_instructions(cubin: bytes) -> list[str]:
         file.write(cubin)
         file.flush()
         done = subprocess.run([disassembler, "-c", file.name], capture_output=True, text=True, check=True)
-    instructions, labels, loops = [], {}, []
-    for line in done.stdout.splitlines():
+    return done.stdout.splitlines()
+
+
+def loop_instructions(cubin: bytes) -> list[str]:
+    """The machine instructions of a kernel's innermost loop: of what lies between a branch and the label behind it to
+    which it goes, the shortest piece. ValueError where there is no loop.
+    """
+    passed, labels, loops = [], {}, []
+    for line in _disassemble(cubin):
         if label := re.match(r"\s*(\.L_x_\d+):", line):
-            labels[label[1]] = len(instructions)
-        elif code := re.search(r"/\*[0-9a-f]{4,5}\*/\s+(.*?);", line):
-            instructions.append(code[1])
+            labels[label[1]] = len(passed)
+        elif code := _CODE.search(line):
+            passed.append(code[1])
             target = re.search(r"\bBRA\b.*?(\.L_x_\d+)", code[1])
             if target and target[1] in labels:
-                loops.append(instructions[labels[target[1]] :])
+                loops.append(passed[labels[target[1]] :])
     loops = [loop for loop in loops if len(loop) > 1]  # a kernel ends in a branch to itself
     if not loops:
         raise ValueError("a kernel without a loop")

@@ -8,9 +8,8 @@ down's scale_2 and the rank's weight: `Combine` makes the token's output of it. 
               table has an address for each rank, of memory on the card or of page-locked memory on the host
     active    int32 [K, I/16]: which neurons of each group are active, the lowest neuron in the lowest bit
 
-Up is read whole, of down one of three amounts:
+Up is read whole, of down one of two amounts:
 
-    WHOLE    every byte                                   I * X/2 + I/16 * X
     GROUPED  groups of 16 with an active neuron           groups * (8 * X + X)
     ROWS     of those the scales, and only active rows    groups * X + neurons * X/2
 
@@ -18,6 +17,13 @@ What is not read counts as zero, and so does an inactive neuron: its product is 
 for sixteen neurons, sees which are active, and goes on with down for these: nothing waits for a launch between the two,
 and the bus never idles. The order of all sums is fixed, and all strategies run *the same compiled code*: amount, tables
 and ranks are data, never constants or specialisations, so they agree to the bit by construction.
+
+Codes are decoded by bit placing (`decode`) on every card: the bus bounds the step, decoding hides behind the loads, and
+the hardware's conversion of E2M1 (sm_100 and later, `codes`) would win no time here.
+
+For `nemolab bench moe-step` alone there is a second form, NEURONS, compiled apart: of down one active neuron after the
+other, its row and, for each of them again, its group's scales: neurons * (X/2 + X) bytes. It shows what ROWS gains by
+reading scales once. Its sums run in the same order, over the same layout, so that its bits are the same.
 
 A rank whose address is 0 (an expert that is still to be read from disk) is left out; a second launch for the missing
 ranks, once they are there, fills in its rows of `partial`.
@@ -35,10 +41,10 @@ from nemolab.errors import EngineError
 from nemolab.kernels.gpu.decode import E2M1_UNIT, E4M3_UNIT, decode_e2m1, decode_e4m3
 from nemolab.kernels.gpu.launch import Prepared
 
-WHOLE, GROUPED, ROWS = 0, 1, 2  # how much of down is read
+GROUPED, ROWS = 0, 1  # how much of down is read
 
 _GROUPS_A_PART = 2  # groups of 16 neurons that one program adds up
-_WORDS_A_WARP = 64  # int32 words of a row: two warps share a group of Super, in half the time of one
+_WORDS_A_WARP = 64  # int32 words of a row: two warps share a group of Super
 _UP_UNIT = E2M1_UNIT * E4M3_UNIT
 
 
@@ -60,8 +66,8 @@ def expert_step_torch(
     up = (codes * formats.decode_e4m3(up_scales)[..., None]).flatten(1)
     h = torch.relu(scales_2[0] * (up @ x)).square()
     grouped = (h != 0).unflatten(0, (groups, GROUP))
-    read = {WHOLE: torch.ones_like(grouped), GROUPED: grouped.any(1, keepdim=True).expand_as(grouped), ROWS: grouped}
-    codes = formats.decode_e2m1(down_values) * read[amount].flatten()[:, None]
+    read = grouped.any(1, keepdim=True).expand_as(grouped) if amount == GROUPED else grouped
+    codes = formats.decode_e2m1(down_values) * read.flatten()[:, None]
     sums = (codes * h[:, None]).unflatten(0, (groups, GROUP)).sum(1)
     sums = torch.where(grouped.any(1, keepdim=True), sums * formats.decode_e4m3(down_scales), 0.0)
     partial = torch.stack([part.sum(0) for part in sums.split(_GROUPS_A_PART)])
@@ -95,6 +101,7 @@ def _expert_kernel(
     WORDS: tl.constexpr,
     PACK: tl.constexpr,
     UP_UNIT: tl.constexpr,
+    NEURONS: tl.constexpr,
 ):
     # grid: (ranks of this launch, parts)
     rank = tl.load(ranks + first + tl.program_id(0)).to(tl.int64)
@@ -172,13 +179,32 @@ def _expert_kernel(
             h = tl.where(u <= 0, 0.0, u * u)  # NaN is not <= 0, and must not be lost
             bits = tl.sum((h != 0).to(tl.int32) << place, 0)
             tl.store(active + rank * GROUPS + group, bits)
-            if bits != 0 or amount == 0:
-                wanted = (h != 0) | (amount == 0) | ((amount == 1) & (bits != 0))
-                v = tl.load(
-                    down_words + rows[:, None] * ROW + word[None, :], mask=wanted[:, None] & inside[None, :], other=0
-                )
-                t = tl.load(down_scales + group * ROW + word, mask=inside, other=0)
-                t = tl.where(bits != 0, t, 0)  # where nothing is active, not even a NaN counts
+            # Where nothing is active, not even a scale that is NaN counts. No amount is negative, but unless that is
+            # asked the assembler moves up's loads down between the arithmetic: three are under way in place of nine.
+            if bits != 0 or amount < 0:
+                if NEURONS:
+                    v = tl.zeros([16, WORDS], tl.uint32)
+                    t = tl.zeros([WORDS], tl.int64)
+                    left = bits
+                    while left != 0:
+                        one = left & -left
+                        mine = ((one >> place) & 1) != 0
+                        v |= tl.load(
+                            down_words + rows[:, None] * ROW + word[None, :],
+                            mask=mine[:, None] & inside[None, :],
+                            other=0,
+                        )
+                        # Volatile, or the compiler reads them once; used at once, so the next neuron waits for them.
+                        t |= tl.load(down_scales + group * ROW + word, mask=inside, other=0, volatile=True)
+                        left ^= one
+                else:
+                    wanted = (h != 0) | (amount == 0)
+                    v = tl.load(
+                        down_words + rows[:, None] * ROW + word[None, :],
+                        mask=wanted[:, None] & inside[None, :],
+                        other=0,
+                    )
+                    t = tl.load(down_scales + group * ROW + word, mask=inside, other=0)
                 heights = h[:, None]
                 low, high = decode_e2m1(v, 0)
                 y0 += tl.sum(low * heights, 0) * decode_e4m3(t.to(tl.int32))
@@ -207,14 +233,16 @@ def _expert_kernel(
 class ExpertStep:
     """The step for one shape, with its scratch memory on one device.
 
-    inter, width  I and X; top_k ranks
+    inter, width  I and X; top_k ranks; neurons  the form NEURONS, to be measured and for nothing else
     .partial      float32 [top_k, P, X], what `Combine` reads
     .active       int32 [top_k, I/16]
     .all_ranks    int32 [top_k], 0 1 2 ...: an index for tables that are in rank order already
     Raises EngineError for sizes the kernel has no form for.
     """
 
-    def __init__(self, inter: int, width: int, top_k: int, device: str | torch.device = "cuda"):
+    def __init__(
+        self, inter: int, width: int, top_k: int, device: str | torch.device = "cuda", *, neurons: bool = False
+    ):
         if inter <= 0 or width <= 0 or inter % GROUP or width % GROUP:
             raise EngineError(f"experts of {inter} neurons and {width} outputs; multiples of {GROUP} are needed")
         self.inter, self.width, self.top_k, self.parts = inter, width, top_k, parts_of(inter)
@@ -230,6 +258,7 @@ class ExpertStep:
             "WORDS": words,
             "PACK": 4 if width % 64 == 0 else 2 if width % 32 == 0 else 1,
             "UP_UNIT": _UP_UNIT,
+            "NEURONS": neurons,
         }
         warps = max(1, words // _WORDS_A_WARP)
         self._kernel = Prepared(_expert_kernel, constants, num_warps=warps, num_stages=1)
@@ -281,7 +310,7 @@ class BoundStep:
         post  address of int32 [top_k] in page-locked memory: ids are written there as soon as the kernel starts
         """
         count = self._ranks - first if count is None else count
-        if first < 0 or count < 1 or first + count > self._ranks or amount not in (WHOLE, GROUPED, ROWS):
+        if first < 0 or count < 1 or first + count > self._ranks or amount not in (GROUPED, ROWS):
             raise EngineError(f"expert step: ranks {first} to {first + count} of {self._ranks}, amount {amount}")
         changing = {1: first, 11: amount, 12: self._nowhere if post is None else post}
         grid = (count, self._parts)

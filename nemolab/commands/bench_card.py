@@ -100,7 +100,8 @@ def moe_step(shape, experts, active, cached, steps, repeats, record):
 
     Everything lies in page-locked memory. A strategy's floor is the time its bytes take: those it copies at the rate of
     a plain copy, those it reads in place at the rate of a kernel that only adds up; both are measured in the same run.
-    The strategies' outputs must be equal to the bit.
+    The strategies' outputs must be equal to the bit. `neurons` is none of them: it is `rows` with a group's scales read
+    again for each active neuron.
 
     \b
     Examples:

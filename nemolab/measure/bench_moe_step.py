@@ -6,18 +6,23 @@ run, in turns with the strategies. A sample is the wall time of many steps in a 
 choice lying on the card to the sum, with all that the CPU does in between (the choice's way to it, where a strategy
 needs it, launches, events), while routing itself is not part of it. Steps choose different experts in turn, so that no
 cache sees the same block soon again.
+
+Beside the strategies stands `neurons`, which is none: `rows` with a kernel that reads one active neuron after another,
+and its group's scales again for each. Its floor counts each of these reads as crossing the bus.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from nemolab.errors import NemolabError, UsageError
 from nemolab.measure.bench import SHAPES, fill_block
 from nemolab.measure.gpu_floors import STREAM_BYTES, CardBus, need_card
-from nemolab.measure.transfer import count_crossing
+from nemolab.measure.transfer import count_crossing, count_neurons
 
 CHOICES = 16  # different sets of experts, in turn
 MOST_ERROR = 1e-5  # of the largest value: fp32 sums of a few thousand terms stay well below, a wrong weight does not
@@ -36,7 +41,7 @@ def bench_moe_step(
 
     shape    "super", "nano" or "tiny"; top_k experts a token; cached  blocks in page-locked memory to choose from
     active   share of neurons that ReLU^2 leaves; steps  in a sample; repeats  samples
-    returns  for each of whole, grouped, rows, pull and pull_graph: <name>_us (median), <name>_floor_us and
+    returns  for each of whole, grouped, rows, pull, pull_graph and neurons: <name>_us (median), <name>_floor_us and
              <name>_of_floor; pull_is_faster_than_<name>; copy_gb_s, stream_gb_s; same_bits, relative_error; rows
     Raises UsageError for sizes that cannot be, EngineError without a card, NemolabError when two strategies do not
     agree to the bit, or are further than MOST_ERROR from the arithmetic: then nothing is timed.
@@ -109,6 +114,8 @@ class _Bench:
             name: MoeStep(name, self.inter, self.width, top_k, self.table, self.scales_2, card, operators)
             for name in TRANSFERS
         }
+        again = SimpleNamespace(ExpertStep=partial(operators.ExpertStep, neurons=True), Combine=operators.Combine)
+        self.steps["neurons"] = MoeStep("rows", self.inter, self.width, top_k, self.table, self.scales_2, card, again)
         for step in self.steps.values():
             step.x.copy_(self.x)
             step.weights.copy_(self.weights)
@@ -253,14 +260,15 @@ def make_answer(
 ) -> dict[str, Any]:
     """Medians, floors and ratios, and the rows.
 
-    samples   us a step of each strategy and of pull_graph; GB/s of "copy" and "stream"
+    samples   us a step of each strategy, of pull_graph and of neurons; GB/s of "copy" and "stream"
     counted   active "neurons" and "groups" of a step, over all its experts; settings  of all rows
     waves     of the strategies that copy; copied  what a sample of "copy" moved
     """
     top_k = settings["experts"]
     each = count_crossing(settings["inter"], settings["width"], counted["neurons"] / top_k, counted["groups"] / top_k)
     moved = {name: (top_k * crossing.copied, top_k * crossing.in_place) for name, crossing in each.items()}
-    moved["pull_graph"] = moved["pull"]
+    again = count_neurons(settings["inter"], settings["width"], counted["neurons"] / top_k)
+    moved |= {"pull_graph": moved["pull"], "neurons": (top_k * again.copied, top_k * again.in_place)}
     copy_gb_s, stream_gb_s = (statistics.median(samples[name]) for name in ("copy", "stream"))
     found: dict[str, Any] = {}
     rows = []

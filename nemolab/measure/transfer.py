@@ -9,12 +9,13 @@ pull      as rows, but up is read in place, too
 from __future__ import annotations
 
 from math import isclose
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from nemolab.checkpoint.formats import GROUP
 from nemolab.engine.transfers import TRANSFERS
+from nemolab.errors import NemolabError
 from nemolab.measure.machine import same_machine
-from nemolab.measure.rows import latest_run, runs_with
+from nemolab.measure.rows import runs_with
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -49,6 +50,11 @@ def count_crossing(inter: int, width: int, neurons: float, groups: float) -> dic
     }
 
 
+def count_neurons(inter: int, width: int, neurons: float) -> Crossing:
+    """The same of no strategy, for comparison: as `rows`, but a group's scales read again for each active neuron."""
+    return Crossing(inter * width / 2 + inter * width / GROUP, neurons * (width / 2 + width))
+
+
 def groups_if_independent(active: float) -> float:
     """The share of groups with an active neuron, were each neuron active on its own with probability `active`."""
     return 1 - (1 - active) ** GROUP
@@ -57,14 +63,15 @@ def groups_if_independent(active: float) -> float:
 def read_timed(active: float, inter: int = 2688, width: int = 1024) -> pd.DataFrame:
     """The newest recorded run of MoE steps at about this share of active neurons, one row a strategy; Super's shape.
 
-    returns  columns strategy (pull_graph: pull as a CUDA graph), floor_us, us, low_us, high_us, of_floor, of_whole (the
-             median over that of the strategy `whole`), bytes_copied, bytes_in_place (of all experts of a token),
-             experts, active, and row, the measurement itself
+    returns  columns strategy (pull_graph: pull as a CUDA graph; last, in runs that have it, neurons: as
+             `count_neurons`), floor_us, us, low_us, high_us, of_floor, of_whole (the median over that of the strategy
+             `whole`), bytes_copied, bytes_in_place (of all experts of a token), experts, active, and row, the
+             measurement itself
     Raises NemolabError when no run has them all.
     """
     import pandas as pd
 
-    run = latest_run(_STEPS, **_like(active, inter, width))
+    run = _runs(active, inter, width)[-1]
     rows = []
     for name, row in run.items():
         settings = row["settings"]
@@ -86,11 +93,11 @@ def read_timed(active: float, inter: int = 2688, width: int = 1024) -> pd.DataFr
 def read_of_floor(active: float, inter: int = 2688, width: int = 1024) -> pd.DataFrame:
     """Median over floor in every recorded run like that of `read_timed`: its share of active neurons, shape, machine.
 
-    returns  one row a run, oldest first; a column for each strategy, and commit
+    returns  one row a run, oldest first; a column for each strategy (NaN where a run has none), and commit
     """
     import pandas as pd
 
-    runs = runs_with(_STEPS, **_like(active, inter, width))
+    runs = _runs(active, inter, width)
     newest = runs[-1]["moe_step.whole"]
     found = []
     for run in runs:
@@ -105,10 +112,17 @@ def read_of_floor(active: float, inter: int = 2688, width: int = 1024) -> pd.Dat
 
 
 _STEPS = [f"moe_step.{name}" for name in (*TRANSFERS, "pull_graph")]
+_NEURONS = "moe_step.neurons"
 
 
-def _like(active: float, inter: int, width: int) -> dict[str, Any]:
-    return {"inter": inter, "width": width, "active": lambda share: isclose(share, active, abs_tol=0.005)}
+def _runs(active: float, inter: int, width: int) -> list[dict[str, pd.Series]]:
+    """All runs of `_STEPS`, oldest first, with `_NEURONS` where it was measured, too."""
+    like = {"inter": inter, "width": width, "active": lambda share: isclose(share, active, abs_tol=0.005)}
+    try:
+        also = {run[_NEURONS]["run"]: run for run in runs_with([_NEURONS], **like)}
+    except NemolabError:  # older rows know nothing of it
+        also = {}
+    return [run | also.get(run[_STEPS[0]]["run"], {}) for run in runs_with(_STEPS, **like)]
 
 
 def tabulate_crossing(experts: dict[str, dict[str, Crossing]]) -> pd.DataFrame:

@@ -61,7 +61,11 @@ def moe_step_table() -> str:
 
 
 def _name_step(strategy: str) -> str:
-    return "`pull` as a CUDA graph" if strategy == "pull_graph" else f"`{strategy}`"
+    names = {
+        "pull_graph": "`pull` as a CUDA graph",
+        "neurons": "no strategy: `rows`, scales read again for each neuron",
+    }
+    return names.get(strategy, f"`{strategy}`")
 
 
 def linear_table() -> str:
