@@ -1,4 +1,4 @@
-"""A stand-in for CUDA graphs: it does not run what it records, and notices when a graph would touch what has moved."""
+"""A stand-in for CUDA graphs: it does not run what it captures, and notices when a graph would touch what has moved."""
 
 import torch
 from synthetic import one_thread
@@ -6,28 +6,28 @@ from test_gpu_engine import IDS, SMALL, both_paths, open_engine
 
 from nemolab.engine.gpu.decoder import _tensors
 
-SIZES = SMALL | {"pattern": "ME*EM"}  # stretches with and without attention; the last has a layer, too
+SIZES = SMALL | {"pattern": "ME*EM"}  # segments with and without attention; the last has a layer, too
 
 
 @one_thread
 def run_without_graphs(path):
     """Logits of a prompt and of steps, everything cached, nothing read ahead, no graph."""
     with open_engine(path) as engine:
-        engine._model._parts.stretches.wanted = False
+        engine._model._parts.segments.wanted = False
         return torch.cat(both_paths(engine, IDS))
 
 
 class Graphs:
-    """Recordings that do not run what is recorded, and that are right for the very tensors they were made with."""
+    """Captures that do not run what is captured, and that are right for the very tensors they were made with."""
 
     made: list["Graphs"] = []
 
     def __init__(self, device=None):
-        self.recorded = self.replayed = 0
+        self.captured = self.replayed = 0
         self.made.append(self)
 
-    def record(self, work):
-        self.recorded += 1
+    def capture(self, work):
+        self.captured += 1
         number, state = work.args
         tensors = _tensors(state)
         addresses = [tensor.data_ptr() for tensor in tensors]

@@ -4,7 +4,8 @@ import numpy as np
 import torch
 
 from nemolab.engine.gpu.device import open_device
-from nemolab.engine.gpu.moe_step import Fetch, MoeStep
+from nemolab.engine.gpu.expert_fetch import Fetch
+from nemolab.engine.gpu.moe_step import MoeStep
 from nemolab.engine.gpu.operators import find_operators
 from nemolab.engine.gpu.table import ExpertTable
 from nemolab.store.arena import Arena

@@ -89,7 +89,7 @@ def test_decode_of_one_case_compares_no_bits(store):
 @pytest.mark.parametrize(
     ("rates", "steady"), [((0.1, 0.9, 0.1, 0.9, 0.1, 0.5), False), ((0.1, 0.9, 0.2, 0.5, 0.5, 0.4), True)]
 )
-def test_a_warm_up_that_settles_in_its_last_stretch_is_steady(store, monkeypatch, rates, steady):
+def test_a_warm_up_that_settles_in_its_last_segment_is_steady(store, monkeypatch, rates, steady):
     told = iter(rates)
     monkeypatch.setattr(bench_card_decode, "_hit_rate", lambda before, after: next(told, 0.5))
     said = decode(store, own=True)["rows"][0]["settings"]
@@ -139,7 +139,7 @@ def test_each_case_is_told_as_many_guesses_as_it_makes(store, monkeypatch):
     told, force = {}, Engine.force_routing
 
     def watch(engine, chosen, guesses=None):
-        told.setdefault((engine.prefetch, engine._model._parts.stretches.wanted), []).append(guesses)
+        told.setdefault((engine.prefetch, engine._model._parts.segments.wanted), []).append(guesses)
         return force(engine, chosen, guesses)
 
     monkeypatch.setattr(Engine, "force_routing", watch)

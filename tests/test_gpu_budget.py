@@ -12,7 +12,7 @@ from fake_cards import GIB, MIB, FakeCard, TakenCard
 from synthetic import one_thread
 
 from nemolab.engine import Engine
-from nemolab.engine.gpu.beside import DIFFERENCE, TOLD
+from nemolab.engine.gpu.non_torch import DIFFERENCE, TOLD
 from nemolab.engine.gpu.plan import context_bytes, least_bytes
 from nemolab.errors import EngineError
 
@@ -165,7 +165,7 @@ def test_memory_tells_the_budget_the_plan_by_part_and_what_was_found(small_path)
 
 
 def sizes(card):
-    return card["peak"]["total_bytes"], card["found"]["reserved_bytes"] + card["found"]["beside_bytes"]
+    return card["peak"]["total_bytes"], card["found"]["reserved_bytes"] + card["found"]["non_torch_bytes"]
 
 
 @pytest.mark.gpu
@@ -173,8 +173,8 @@ def test_a_card_tells_what_is_held_beside_torch(tiny_path):
     with Engine(tiny_path, device="cuda", vram_gib=2) as engine:
         engine.chat([{"role": "user", "content": "What is TCP?"}], max_tokens=8)
         card = engine.memory()["card"]
-    assert card["found"]["beside_is"] in (TOLD, DIFFERENCE), card["found"]
-    assert 100 * MIB < card["found"]["beside_bytes"] < 2 * GIB
+    assert card["found"]["non_torch_is"] in (TOLD, DIFFERENCE), card["found"]
+    assert 100 * MIB < card["found"]["non_torch_bytes"] < 2 * GIB
     assert max(sizes(card)) <= card["budget_bytes"] == 2 * GIB
 
 
@@ -194,7 +194,7 @@ def test_the_first_engine_of_a_process_does_not_take_others_memory_for_its_own(t
     assert done.returncode == 0, done.stderr
     card = json.loads(done.stdout.splitlines()[-1])
     assert card["found"]["in_use_bytes"] > others.nbytes
-    assert 100 * MIB < card["found"]["beside_bytes"] < GIB and max(sizes(card)) <= 2 * GIB
+    assert 100 * MIB < card["found"]["non_torch_bytes"] < GIB and max(sizes(card)) <= 2 * GIB
     del others
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()  # it is this process's, and no engine's

@@ -44,12 +44,12 @@ PLACES = {
     "reading from disk": lambda engine: (engine._cache.reader, "read_into"),
     "the choice": lambda engine: (engine._model._parts.step, "choice"),
     "the lookup": lambda engine: (engine._cache, "fetch"),
-    "finding where": lambda engine: (engine._model._finder, "fetch"),
+    "finding where": lambda engine: (engine._model._fetcher, "fetch"),
     "what follows the choice": lambda engine: (engine._model._parts.step, "finish"),
     "the table": lambda engine: (engine._model._table, "update"),
     "a launch": lambda engine: (engine._model._parts.step.step, "compute"),
     "reading ahead": lambda engine: (engine._cache, "prefetch"),
-    "a recording": lambda engine: (engine._model._parts.stretches, "run"),
+    "a recording": lambda engine: (engine._model._parts.segments, "run"),
 }
 
 
@@ -171,7 +171,7 @@ def test_memory_that_is_not_locked_changes_no_bit(path, wanted, shared_bytes, tr
         assert torch.equal(step_through(engine, IDS[:12]), wanted[prompt : prompt + 12])
         assert torch.equal(torch.cat(both_paths(engine, IDS)), wanted)
         held = engine.memory()["card"]["page_locked_bytes"] // block_bytes
-        assert held == blocks - 3 and engine._model._finder._ring is not None
+        assert held == blocks - 3 and engine._model._fetcher._ring is not None
     assert capsys.readouterr().err.count("a small ring") == 1
     assert not locked.locked, "all is unlocked with the engine"
 
@@ -209,7 +209,7 @@ def test_a_shortage_of_ram_unlocks_nothing_and_one_that_passes_is_forgotten(path
         monkeypatch.setattr(page_lock, "read_memory", read_memory)
         assert torch.equal(torch.cat(both_paths(engine, IDS)), wanted)
         memory, table = engine._model.memory, engine._model._table
-        assert memory.seen_rows == 20 and engine._model._finder._ring is None
+        assert memory.seen_rows == 20 and engine._model._fetcher._ring is None
         assert np.count_nonzero(table.host) == 20, "what came meanwhile is in the table, too"
     assert capsys.readouterr().err.count("a small ring") == 1
 
@@ -338,7 +338,7 @@ def test_a_token_that_breaks_off_leaves_nothing_in_a_recording(path, monkeypatch
 @pytest.mark.parametrize("transfer", TRANSFERS)
 @one_thread
 def test_a_token_that_breaks_off_on_a_card_ends_its_conversation_alone(path, transfer, monkeypatch):
-    """Between stretches, and in the middle of one, queued or recorded."""
+    """Between segments, and in the middle of one, queued or recorded."""
     with open_engine(path, "cuda", transfer=transfer, ram_cache_slots=8, prefetch=2) as engine:
         parts, head = engine._model._parts, engine._model._decoder
         wanted = torch.cat(both_paths(engine, IDS))
@@ -380,7 +380,7 @@ def test_memory_that_is_not_locked_on_a_card_changes_no_bit(path, transfer, monk
     with open_engine(path, "cuda", transfer=transfer, prefetch=2, ram_cache_slots=20) as engine:
         left[0] = 9 * block_bytes
         assert torch.equal(torch.cat(both_paths(engine, IDS)), wanted)
-        assert engine._model._finder._ring is not None
+        assert engine._model._fetcher._ring is not None
         assert torch.equal(torch.cat(both_paths(engine, IDS)), wanted)
 
 

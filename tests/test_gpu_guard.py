@@ -8,9 +8,9 @@ import pytest
 import torch
 from fake_cards import GIB, MIB, FakeCard
 
-from nemolab.engine.gpu.beside import ASSUMED, DIFFERENCE
 from nemolab.engine.gpu.device import Card
 from nemolab.engine.gpu.guard import SPARE_BYTES, WATCHED_TOKENS, Guard
+from nemolab.engine.gpu.non_torch import ASSUMED, DIFFERENCE
 from nemolab.errors import EngineError, StoreError
 
 
@@ -22,11 +22,11 @@ def test_torch_gets_what_the_budget_leaves_as_planned_or_as_found():
     card = FakeCard()
     guard = make_guard(card)
     assert card.limits == [4 * GIB - 768 * MIB]
-    guard.run(5, "a prompt", lambda: card.change(beside_bytes=700 * MIB))
+    guard.run(5, "a prompt", lambda: card.change(non_torch_bytes=700 * MIB))
     assert len(card.limits) == 1, "as planned"
-    guard.run(5, "a prompt", lambda: card.change(beside_bytes=900 * MIB))
+    guard.run(5, "a prompt", lambda: card.change(non_torch_bytes=900 * MIB))
     assert card.limits[1:] == [4 * GIB - 900 * MIB - SPARE_BYTES] == [guard.limit_bytes]
-    guard.run(5, "a prompt", lambda: card.change(beside_bytes=800 * MIB))
+    guard.run(5, "a prompt", lambda: card.change(non_torch_bytes=800 * MIB))
     assert len(card.limits) == 2, "what was taken once may be taken again"
     guard.close()
     guard.close()
@@ -37,12 +37,12 @@ def test_a_difference_that_falls_again_loosens_the_limit_and_is_called_one():
     card = FakeCard()
     card.change(source=DIFFERENCE)
     guard = make_guard(card)
-    guard.run(5, "a prompt", lambda: card.change(beside_bytes=3 * GIB))
-    guard.run(5, "a prompt", lambda: card.change(beside_bytes=800 * MIB))
+    guard.run(5, "a prompt", lambda: card.change(non_torch_bytes=3 * GIB))
+    guard.run(5, "a prompt", lambda: card.change(non_torch_bytes=800 * MIB))
     assert card.limits[1:] == [GIB - SPARE_BYTES, 4 * GIB - 800 * MIB - SPARE_BYTES] and card.limits[2] == (
         guard.limit_bytes
     )
-    card.change(beside_bytes=3 * GIB + MIB)
+    card.change(non_torch_bytes=3 * GIB + MIB)
     with pytest.raises(EngineError, match=r"3\.00 GiB beside it \(a difference: what another program took .*\)"):
         guard.run(5, "a prompt", lambda: None)
 
@@ -50,10 +50,10 @@ def test_a_difference_that_falls_again_loosens_the_limit_and_is_called_one():
 def test_a_figure_that_nobody_tells_any_more_is_not_told():
     card = FakeCard()
     guard = make_guard(card)
-    guard.run(5, "a prompt", lambda: card.change(source=ASSUMED, beside_bytes=3 * GIB))
-    guard.run(5, "a prompt", lambda: card.change(beside_bytes=800 * MIB))
+    guard.run(5, "a prompt", lambda: card.change(source=ASSUMED, non_torch_bytes=3 * GIB))
+    guard.run(5, "a prompt", lambda: card.change(non_torch_bytes=800 * MIB))
     assert card.limits[2:] == [4 * GIB - 800 * MIB - SPARE_BYTES]
-    card.change(beside_bytes=4 * GIB)
+    card.change(non_torch_bytes=4 * GIB)
     with pytest.raises(EngineError, match=r"4\.00 GiB beside it \(assumed: the driver does not tell\)"):
         guard.run(5, "a prompt", lambda: None)
 
@@ -107,7 +107,7 @@ def test_prompts_and_the_first_tokens_are_watched_and_later_ones_ever_more_rarel
 def test_a_process_above_its_budget_is_told_so_before_it_goes_on():
     card = FakeCard()
     guard = make_guard(card)
-    guard.run(5, "a prompt", lambda: card.change(reserved_bytes=3 * GIB, beside_bytes=1200 * MIB))
+    guard.run(5, "a prompt", lambda: card.change(reserved_bytes=3 * GIB, non_torch_bytes=1200 * MIB))
     ran = []
     with pytest.raises(
         EngineError, match=r"holds 4\.17 GiB .*3\.00 GiB by torch, 1\.17 GiB beside it.* the 4\.00 GiB that vram_gib"

@@ -4,7 +4,8 @@ import pytest
 import torch
 from moe_worlds import EXPERTS, INTER, TOP_K, WIDTH
 
-from nemolab.engine.gpu.moe_step import Fetch, slots_bytes, spread
+from nemolab.engine.gpu.expert_fetch import Fetch
+from nemolab.engine.gpu.moe_step import slots_bytes, spread
 from nemolab.engine.transfers import TRANSFERS
 from nemolab.errors import EngineError
 from nemolab.store.arena import Arena
@@ -138,7 +139,7 @@ def test_what_needs_no_word_from_the_cpu_can_be_a_graph(world, strategy):
         step.tell(1)
         step.start(1)
 
-    replay = world.device.new_graphs().record(work)
+    replay = world.device.new_graphs().capture(work)
     for other in (0, 1):
         world.feed(step, other)
         for buffer, value in zip((step.x, step.ids, step.weights), world.inputs[1], strict=True):

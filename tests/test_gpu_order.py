@@ -87,7 +87,7 @@ def test_copies_and_kernels_wait_for_each_other(tmp_path, monkeypatch, transfer)
 
     device = Ordered()
     monkeypatch.setattr("nemolab.engine.gpu.side.open_device", lambda name: device)
-    monkeypatch.setattr(prompt_experts, "HALF", 2)
+    monkeypatch.setattr(prompt_experts, "HALF_BLOCKS", 2)
     with Engine(write_checkpoint(tmp_path / "model", **SIZES), device="twin", transfer=transfer) as engine:
         model = engine._model
         step, operators = model._parts.step, model._prompts._operators

@@ -13,8 +13,9 @@ from synthetic import one_thread, write_checkpoint
 
 from nemolab.engine import Engine
 from nemolab.engine.gpu.device import StandIn
+from nemolab.engine.gpu.expert_fetch import Fetch
 from nemolab.engine.gpu.kept import CopyWatcher, KeepingStep, KeptSlots
-from nemolab.engine.gpu.moe_step import Fetch, MoeStep
+from nemolab.engine.gpu.moe_step import MoeStep
 from nemolab.engine.gpu.operators import find_operators
 from nemolab.engine.gpu.table import ExpertTable
 from nemolab.engine.trials import COPYING, Trials

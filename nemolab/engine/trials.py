@@ -23,10 +23,11 @@ class Trials:
     shared_first   decode: the shared expert is computed before the router decides, not while the choice travels
     prompt_enters  a prompt's experts enter the RAM cache (else they pass by and leave it as it is)
     kept_gib       decode, transfers that copy: so much more of the card's memory keeps what was copied last, and what
-                   is still there is not copied again. With less than all layers of a token use it does nothing
+                   is still there is not copied again. If that is fewer experts than a token uses in all layers,
+                   nothing is ever found again
     speculate      decode, transfers that copy: so many of the experts guessed for the next MoE layer, as far as they
                    are cached, are copied to the card one layer early
-    no_graphs      decode: every kernel is queued by itself, each token; else stretches of them are CUDA graphs
+    no_graphs      decode: every kernel is queued by itself, each token; else segments of them are CUDA graphs
     Raises EngineError for what is no such value.
     """
 

@@ -188,8 +188,9 @@ class _Table:
     """What an engine on a card has between its cache and its kernels: locked memory, addresses, a table on the card."""
 
     def __init__(self, cache: ExpertCache, shape: tuple[int, int, int], device: str):
-        from nemolab.engine.gpu.cache_memory import CacheMemory, Finder
+        from nemolab.engine.gpu.cache_memory import CacheMemory
         from nemolab.engine.gpu.device import open_device
+        from nemolab.engine.gpu.expert_fetch import ExpertFetcher
         from nemolab.engine.gpu.operators import find_operators
         from nemolab.engine.gpu.table import ExpertTable, TableKeeper
 
@@ -197,7 +198,7 @@ class _Table:
         self._table = ExpertTable(*shape[:2], self._device, find_operators(self._device.torch_device))
         self._memory = CacheMemory(cache, self._device)
         self._keeper = cache.watcher = TableKeeper(self._table, self._memory)
-        self._finder = Finder(cache, self._memory, self._keeper, self._device)
+        self._fetcher = ExpertFetcher(cache, self._memory, self._keeper, self._device)
 
     def __enter__(self) -> _Table:
         return self
@@ -205,14 +206,14 @@ class _Table:
     def fetch_and_wait(self, layer: int, experts: list[int]) -> None:
         """As a token does in each layer: what changed is told to the card, then experts are found."""
         self._keeper.flush()
-        fetch = self._finder.fetch(layer, experts)
+        fetch = self._fetcher.fetch(layer, experts)
         if fetch.missing:
             fetch.wait()
 
     def __exit__(self, *_) -> None:
         self._cache.watcher = None
         self._device.wait()
-        for part in (self._finder, self._memory, self._table):
+        for part in (self._fetcher, self._memory, self._table):
             part.close()
 
 

@@ -1,12 +1,12 @@
-"""One token through all layers on a card: what the CPU does between the stretches that the card computes.
+"""One token through all layers on a card: what the CPU does between the segments that the card computes.
 
-    stretch 0:   [layers before the first MoE layer] [that layer as far as the card gets by itself]
+    segment 0:   [layers before the first MoE layer] [that layer as far as the card gets by itself]
     between:     learn its choice, fetch from the cache, queue what was missing, begin to read the next layer's guesses
-    stretch 1:   [its experts' sum into the residual] [layers up to the next MoE layer] [that one, as far ...]
+    segment 1:   [its experts' sum into the residual] [layers up to the next MoE layer] [that one, as far ...]
     ...
     the last:    [the last sum into the residual] [what layers are left] [final norm, head]
 
-Stretches queue the same for every token, so that they can be recorded as graphs; whatever depends on a token's choices,
+Segments queue the same for every token, so that they can be captured as graphs; whatever depends on a token's choices,
 or waits, lies between them.
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from nemolab.engine.gpu.attention import AttentionSteps
-from nemolab.engine.gpu.cache_memory import Finder
+from nemolab.engine.gpu.expert_fetch import ExpertFetcher
 from nemolab.engine.gpu.moe import MoeLayer
 from nemolab.engine.gpu.pinned import PinnedArray
 from nemolab.engine.gpu.state import AttentionState, MambaState
@@ -60,14 +60,14 @@ class Decoder:
 
     def __init__(
         self, layers: Sequence, head: Callable[[torch.Tensor], torch.Tensor], vocab: int, token: TokenInput,
-        attention: AttentionSteps, parts: TokenParts, finder: Finder, prefetch: int, speculate: int, device,
+        attention: AttentionSteps, parts: TokenParts, fetcher: ExpertFetcher, prefetch: int, speculate: int, device,
     ):  # fmt: skip
         self._layers, self._head, self._token, self._attention = layers, head, token, attention
-        self._parts, self._finder, self._device = parts, finder, device
+        self._parts, self._fetcher, self._device = parts, fetcher, device
         self._prefetch, self._speculate = prefetch, speculate
         self._moe_layers = [layer for layer in layers if isinstance(layer, MoeLayer)]
         places = [place for place, layer in enumerate(layers) if isinstance(layer, MoeLayer)]
-        # The layers of each stretch that are no MoE layers: first and last + 1.
+        # The layers of each segment that are no MoE layers: first and last + 1.
         self._between = list(zip([0, *(place + 1 for place in places)], [*places, len(layers)], strict=True))
         self._logits = PinnedArray((vocab,), np.float32, device.locker)
         self._is_sound = True
@@ -80,10 +80,10 @@ class Decoder:
         if not self._is_sound:
             self._recover()
         self._is_sound = False
-        parts, step, finder = self._parts, self._parts.step, self._finder
+        parts, step, fetcher = self._parts, self._parts.step, self._fetcher
         growing = [layer for layer in state.layers if isinstance(layer, AttentionState)]
         self._attention.reserve(growing)
-        self._parts.stretches.begin(_tensors(state))
+        self._parts.segments.begin(_tensors(state))
         self._token.send(embedding, state.tokens + 1)
         if parts.forced:
             parts.forced.send()
@@ -92,24 +92,24 @@ class Decoder:
         for number in range(len(self._moe_layers)):
             following = number + 1 < len(self._moe_layers)
             guesses = parts.guesses if following else None
-            finder.keeper.flush()
+            fetcher.keeper.flush()
             step.expect(number)
             if guesses:
                 guesses.expect(number)
-            self._parts.stretches.run(number, partial(self._queue, number, state))
+            self._parts.segments.run(number, partial(self._queue, number, state))
             experts = step.choice(number)
-            fetch = finder.fetch(number, experts)
-            missed = finder.cache.missed
+            fetch = fetcher.fetch(number, experts)
+            missed = fetcher.cache.missed
             step.finish(number, fetch)
             if guesses:
                 guessed = guesses.learn(number)
                 if self._prefetch:  # in the gap: not beside what this layer itself reads
-                    finder.cache.prefetch(number + 1, guessed[: self._prefetch].tolist())
+                    fetcher.cache.prefetch(number + 1, guessed[: self._prefetch].tolist())
                 if self._speculate:
-                    step.look_ahead(number + 1, guessed[: self._speculate].tolist(), finder.keeper.find)
+                    step.look_ahead(number + 1, guessed[: self._speculate].tolist(), fetcher.keeper.find)
             if parts.record:
                 parts.record.note(experts, missed, guessed if guesses else None)
-        self._parts.stretches.run(len(self._moe_layers), partial(self._queue, len(self._moe_layers), state))
+        self._parts.segments.run(len(self._moe_layers), partial(self._queue, len(self._moe_layers), state))
         self._device.main_stream().synchronize()
         if parts.record:
             parts.record.hand_over()
@@ -119,7 +119,7 @@ class Decoder:
         return torch.from_numpy(self._logits.array.copy())
 
     def _queue(self, number: int, state: State) -> None:
-        """Queue a stretch: the same for every token on tensors of a state, so that it can be recorded."""
+        """Queue a segment: the same for every token on tensors of a state, so that it can be captured."""
         x, (first, last) = self._token.x, self._between[number]
         if number > 0:
             self._moe_layers[number - 1].leave(x)
@@ -133,19 +133,19 @@ class Decoder:
 
     def _recover(self) -> None:
         """After a token that broke off anywhere: whatever it had queued is done, and nothing it half wrote is used."""
-        self._parts.stretches.drop()  # first: as long as a graph is being recorded, waiting fails
+        self._parts.segments.drop()  # first: as long as a graph is being captured, waiting fails
         self._device.wait()
-        self._finder.start_over()
+        self._fetcher.start_over()
         self._parts.step.start_over()
 
     def close(self) -> None:
         """Once the card is done. Closing twice is fine."""
-        self._parts.stretches.drop()
+        self._parts.segments.drop()
         self._logits.close()
 
 
 def _tensors(state: State) -> list[torch.Tensor]:
-    """All tensors of a state that stretches work on."""
+    """All tensors of a state that segments work on."""
     found = []
     for layer in state.layers:
         if isinstance(layer, MambaState):

@@ -13,8 +13,8 @@ from weakref import WeakSet
 import torch
 
 from nemolab.engine.gpu import allocator
-from nemolab.engine.gpu.beside import ASSUMED, TOLD, beside_of
-from nemolab.engine.gpu.stretches import CardGraphs, Repeats
+from nemolab.engine.gpu.non_torch import ASSUMED, TOLD, non_torch_memory_of
+from nemolab.engine.gpu.segments import CudaGraphs, EagerSegments
 from nemolab.errors import EngineError, StoreError
 from nemolab.store.page_lock import Driver
 
@@ -26,12 +26,12 @@ class Usage(NamedTuple):
 
     allocated  torch's tensors; reserved  held by torch; beside  held by this process beside torch, None: not known
     used       by everybody; total  there are
-    source     how beside is known (see `nemolab.engine.gpu.beside`): a difference may count others in
+    source     how beside is known (see `nemolab.engine.gpu.non_torch`): a difference may count others in
     """
 
     allocated_bytes: int
     reserved_bytes: int
-    beside_bytes: int | None
+    non_torch_bytes: int | None
     used_bytes: int
     total_bytes: int
     source: str = TOLD
@@ -53,19 +53,21 @@ class Card:
 
     def __init__(self, index: int):
         _check_card(index)
-        self._beside = beside_of(index)  # looked at before this process touches the card
-        self._beside.enter(torch.cuda.memory_reserved(index))  # 0 where torch has not begun, which this does not change
+        self._non_torch = non_torch_memory_of(index)  # looked at before this process touches the card
+        self._non_torch.enter(
+            torch.cuda.memory_reserved(index)
+        )  # 0 where torch has not begun, which this does not change
         try:
             self.torch_device = torch.device("cuda", index)
             torch.cuda.set_device(self.torch_device)
             self.locker = Driver(index)
             properties = torch.cuda.get_device_properties(self.torch_device)
             self.name, self.total_bytes = properties.name, properties.total_memory
-            self._opened_bytes = self._beside.look(torch.cuda.memory_reserved(index))  # the context is ours
+            self._opened_bytes = self._non_torch.look(torch.cuda.memory_reserved(index))  # the context is ours
         except StoreError as problem:
             raise EngineError(str(problem)) from None
         finally:
-            self._beside.leave()
+            self._non_torch.leave()
         if not any(card.torch_device == self.torch_device for card in self._open):  # the peak would be theirs, too
             torch.cuda.reset_peak_memory_stats(self.torch_device)
         self._open.add(self)
@@ -99,10 +101,10 @@ class Card:
     def new_event(self) -> torch.cuda.Event:
         return torch.cuda.Event()
 
-    def new_graphs(self) -> CardGraphs:
-        return CardGraphs(self.torch_device)
+    def new_graphs(self) -> CudaGraphs:
+        return CudaGraphs(self.torch_device)
 
-    def is_recording(self) -> bool:
+    def is_capturing(self) -> bool:
         """Is what is queued now recorded as a graph?"""
         return torch.cuda.is_current_stream_capturing()
 
@@ -146,44 +148,44 @@ class Card:
         """What torch keeps of freed memory goes back to the driver."""
         allocator.give_back(self.torch_device)
 
-    def expect(self, beside_bytes: int) -> None:
+    def expect(self, non_torch_bytes: int) -> None:
         """So much is planned for what this process holds beside torch."""
-        self._beside.expect(beside_bytes)
+        self._non_torch.expect(non_torch_bytes)
 
     def enter(self, watched: bool) -> None:
-        """A pass of this thread begins; watched: `look` comes before `leave`. See `Beside.enter`."""
-        self._beside.enter(torch.cuda.memory_reserved(self.torch_device) if watched else None)
+        """A pass of this thread begins; watched: `look` comes before `leave`. See `NonTorchMemory.enter`."""
+        self._non_torch.enter(torch.cuda.memory_reserved(self.torch_device) if watched else None)
 
     def leave(self) -> None:
-        self._beside.leave()
+        self._non_torch.leave()
 
     def look(self) -> Usage:
         free_bytes, total_bytes = torch.cuda.mem_get_info(self.torch_device)
         reserved_bytes = torch.cuda.memory_reserved(self.torch_device)
-        beside_bytes = self._beside.look(reserved_bytes)
+        non_torch_bytes = self._non_torch.look(reserved_bytes)
         allocated_bytes = torch.cuda.memory_allocated(self.torch_device)
         used_bytes = total_bytes - free_bytes
-        return Usage(allocated_bytes, reserved_bytes, beside_bytes, used_bytes, total_bytes, self._beside.source)
+        return Usage(allocated_bytes, reserved_bytes, non_torch_bytes, used_bytes, total_bytes, self._non_torch.source)
 
     def memory(self) -> dict:
         """Bytes as found: by torch, beside it and how that is known, in use by everybody; and at the peak.
 
         The peak is the process's, since the first was opened of the engines that are open now.
         """
-        usage, beside, how = self.look(), self._beside, self._beside.source
+        usage, beside, how = self.look(), self._non_torch, self._non_torch.source
         if how == ASSUMED:
             how = f"{how} as {'planned' if beside.bytes is None else 'last found'}: {beside.why_assumed}"
         return {
             "allocated_bytes": usage.allocated_bytes,
             "reserved_bytes": usage.reserved_bytes,
-            "beside_bytes": usage.beside_bytes,
-            "beside_is": how,
+            "non_torch_bytes": usage.non_torch_bytes,
+            "non_torch_is": how,
             "opened_bytes": self._opened_bytes,
             "in_use_bytes": usage.used_bytes,
             "total_bytes": usage.total_bytes,
             "peak_allocated_bytes": torch.cuda.max_memory_allocated(self.torch_device),
             "peak_reserved_bytes": torch.cuda.max_memory_reserved(self.torch_device),
-            "peak_beside_bytes": beside.peak_bytes if beside.bytes is not None else None,
+            "peak_non_torch_bytes": beside.peak_bytes if beside.bytes is not None else None,
         }
 
 
@@ -215,10 +217,10 @@ class StandIn:
     def new_event(self) -> _AtOnce:
         return _AtOnce()
 
-    def new_graphs(self) -> Repeats:
-        return Repeats()
+    def new_graphs(self) -> EagerSegments:
+        return EagerSegments()
 
-    def is_recording(self) -> bool:
+    def is_capturing(self) -> bool:
         return False
 
     def copy(self, to: int, source: int, nbytes: int, stream: _AtOnce | None = None) -> None:
@@ -233,7 +235,7 @@ class StandIn:
     def release(self) -> None:
         pass
 
-    def expect(self, beside_bytes: int) -> None:
+    def expect(self, non_torch_bytes: int) -> None:
         pass
 
     def enter(self, watched: bool) -> None:

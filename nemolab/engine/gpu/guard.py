@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from nemolab.engine.gpu.beside import ASSUMED, DIFFERENCE, TOLD
 from nemolab.engine.gpu.device import Usage
+from nemolab.engine.gpu.non_torch import ASSUMED, DIFFERENCE, TOLD
 from nemolab.engine.gpu.plan import SPARE_BYTES, CardPlan
 from nemolab.errors import EngineError, StoreError
 from nemolab.units import show_bytes
@@ -114,10 +114,10 @@ class Guard:
         """Give torch what the budget leaves beside everything else, as planned or, where that is more, as found."""
         if self._plan.budget_bytes is None:
             return
-        usage, beside_bytes = self._device.look(), self._plan.context_bytes
-        if usage is not None and usage.beside_bytes is not None:
-            beside_bytes = max(beside_bytes, usage.beside_bytes + SPARE_BYTES)
-        limit_bytes = max(0, self._plan.budget_bytes - beside_bytes)
+        usage, non_torch_bytes = self._device.look(), self._plan.context_bytes
+        if usage is not None and usage.non_torch_bytes is not None:
+            non_torch_bytes = max(non_torch_bytes, usage.non_torch_bytes + SPARE_BYTES)
+        limit_bytes = max(0, self._plan.budget_bytes - non_torch_bytes)
         loosened = usage is not None and usage.source != TOLD and limit_bytes != self.limit_bytes
         if self.limit_bytes is None or limit_bytes < self.limit_bytes or loosened:
             self.limit_bytes = limit_bytes
@@ -129,7 +129,7 @@ class Guard:
         self._device.release()  # torch keeps what was freed; that can go
         usage = self._device.look()
         if self._is_over(usage):
-            torch_holds, beside = show_bytes(usage.reserved_bytes), show_bytes(self._beside(usage))
+            torch_holds, beside = show_bytes(usage.reserved_bytes), show_bytes(self._non_torch(usage))
             raise EngineError(
                 f"this process holds {show_bytes(self._ours(usage))} of the card's memory ({torch_holds} by torch, "
                 f"{beside} beside it{_KNOWN[usage.source]}), more than the "
@@ -141,17 +141,17 @@ class Guard:
         return usage is not None and self._ours(usage) > self._plan.budget_bytes
 
     def _ours(self, usage: Usage) -> int:
-        return usage.reserved_bytes + self._beside(usage)
+        return usage.reserved_bytes + self._non_torch(usage)
 
-    def _beside(self, usage: Usage) -> int:
-        return self._plan.context_bytes if usage.beside_bytes is None else usage.beside_bytes
+    def _non_torch(self, usage: Usage) -> int:
+        return self._plan.context_bytes if usage.non_torch_bytes is None else usage.non_torch_bytes
 
     def _explain(self, advice: str) -> str:
         """Who holds what, and whether it was the budget that ended or the card."""
         usage = self._device.look()
         if usage is None:
             return ""
-        torch_holds, beside = show_bytes(usage.reserved_bytes), show_bytes(self._beside(usage))
+        torch_holds, beside = show_bytes(usage.reserved_bytes), show_bytes(self._non_torch(usage))
         ours = f"; torch holds {torch_holds}, {beside} are taken beside it{_KNOWN[usage.source]}"
         others_bytes = max(0, usage.used_bytes - self._ours(usage))
         card = (

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from nemolab.engine.gpu.moe_step import Fetch, MoeStep, slots_bytes, spread
+from nemolab.engine.gpu.expert_fetch import Fetch
+from nemolab.engine.gpu.moe_step import MoeStep, slots_bytes, spread
 from nemolab.engine.gpu.pinned import PinnedArray
 from nemolab.engine.trials import Trials
 

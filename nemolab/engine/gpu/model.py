@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from nemolab.engine.gpu.attention import AttentionLayer, AttentionSteps
-from nemolab.engine.gpu.cache_memory import CacheMemory, Finder
+from nemolab.engine.gpu.cache_memory import CacheMemory
 from nemolab.engine.gpu.decoder import Decoder, TokenInput
+from nemolab.engine.gpu.expert_fetch import ExpertFetcher
 from nemolab.engine.gpu.guard import Guard
 from nemolab.engine.gpu.kept import CopyWatcher, KeepingStep, make_step
 from nemolab.engine.gpu.layers import MambaLayer, MlpLayer, Norm
@@ -19,8 +20,8 @@ from nemolab.engine.gpu.moe import MoeLayer
 from nemolab.engine.gpu.operators import find_operators
 from nemolab.engine.gpu.plan import LOGIT_ROWS
 from nemolab.engine.gpu.prompt_experts import PAIRS_PER_PIECE_TOKEN, PromptExperts
+from nemolab.engine.gpu.segments import LONG_PROMPT_TOKENS, Segments
 from nemolab.engine.gpu.state import AttentionState, empty_state, reserve_all
-from nemolab.engine.gpu.stretches import LONG_PROMPT_TOKENS, Stretches
 from nemolab.engine.gpu.table import ExpertTable, TableKeeper
 from nemolab.engine.gpu.token_parts import TokenParts
 from nemolab.engine.gpu.weights import QUANTISED, CardWeights, room_bytes
@@ -62,15 +63,17 @@ class CardModel:
         scales_2 = torch.from_numpy(np.ascontiguousarray(store.globals)).to(device.torch_device)
         self._table = ExpertTable(store.n_layers, store.n_experts, device, operators)
         keeper = cache.watcher = TableKeeper(self._table, self.memory)
-        self._finder = Finder(cache, self.memory, keeper, device)
+        self._fetcher = ExpertFetcher(cache, self.memory, keeper, device)
         step = make_step(trials, transfer, store, self._table, scales_2, device, operators)
         if trials.speculate:
             # The cache knows one watcher. Copies on a guess, which nobody waits for, must have ended before what they
             # read is overwritten; only then the table is told. Without guesses, the table alone.
             cache.watcher = CopyWatcher(keeper, step)
-        self._parts = TokenParts(config, step, Stretches(device.new_graphs), self._finder.make_room, device, operators)
+        self._parts = TokenParts(
+            config, step, Segments(device.new_graphs), self._fetcher.make_locked, device, operators
+        )
         self._parts.shared_first = trials.shared_first
-        self._parts.stretches.wanted = not trials.no_graphs
+        self._parts.segments.wanted = not trials.no_graphs
         prompts = self._prompts = PromptExperts(
             store.expert_shape, int(PAIRS_PER_PIECE_TOKEN * piece_tokens), cache, self.memory, device, operators
         )
@@ -96,7 +99,7 @@ class CardModel:
         self.moe_layers = [layer for layer in self.layers if isinstance(layer, MoeLayer)]
         for layer, following in pairwise(self.moe_layers):
             layer.following = following
-        parts = (self._token, attention, self._parts, self._finder)
+        parts = (self._token, attention, self._parts, self._fetcher)
         head = _head(self.norm, self.head, config.hidden_size, config.vocab_size, device)
         self._decoder = Decoder(self.layers, head, config.vocab_size, *parts, prefetch, trials.speculate, device)
         self.set_recorder(None)
@@ -147,7 +150,7 @@ class CardModel:
             self._recorder.begin_step(PREFILL, state, ids)
         tokens = ids.shape[0]
         if tokens > LONG_PROMPT_TOKENS:
-            self._parts.stretches.drop()
+            self._parts.segments.drop()
             self.device.release()
         hidden = self._guard.run(
             tokens, f"a pass of {tokens} tokens behind {state.tokens}", lambda: self._prompt(ids, state)
@@ -199,14 +202,14 @@ class CardModel:
 
     def close(self) -> None:
         """Wait for the card and unlock what is page-locked. Closing twice is fine."""
-        parts = (self._decoder, self._parts, self._parts.step, self._finder, self._table, self._token, self.memory)
+        parts = (self._decoder, self._parts, self._parts.step, self._fetcher, self._table, self._token, self.memory)
         # Each whatever the others raise, the cache's memory above all: it may not go while it is page-locked.
         with ExitStack() as stack:
             for part in reversed(parts):
                 stack.callback(part.close)
-            self._finder.cache.watcher = None
+            self._fetcher.cache.watcher = None
             self.device.use()
-            self._parts.stretches.drop()  # first: as long as a graph is being recorded, waiting fails
+            self._parts.segments.drop()  # first: as long as a graph is being captured, waiting fails
             self.device.wait()
 
 

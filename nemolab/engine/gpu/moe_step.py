@@ -21,11 +21,11 @@ comes after that on the same stream, so whoever has been told it (`choice`) know
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from nemolab.engine.gpu.expert_fetch import Fetch
 from nemolab.engine.gpu.pinned import UNKNOWN, PinnedArray, wait_for_ids
 from nemolab.engine.gpu.table import ExpertTable
 from nemolab.engine.transfers import COPYING, TRANSFERS
@@ -38,19 +38,6 @@ from nemolab.store.page_lock import CopyBatch
 # little to compute once the bus is done; `nemolab bench moe-step` times them, notebooks/LOG.md has what was found.
 _WAVES = {"whole": (4, 11, 5, 2), "grouped": (4, 7, 7, 4), "rows": (4, 9, 6, 3)}
 _ALIGNED = 512  # bytes a slot begins at a multiple of
-
-
-class Fetch(NamedTuple):
-    """What a lookup answers: where the chosen blocks are, or will be.
-
-    addresses  int64 [top_k] by rank, in page-locked memory
-    missing    ranks whose blocks are not there yet
-    wait       returns once they are; to be called if any are missing
-    """
-
-    addresses: np.ndarray
-    missing: Sequence[int] = ()
-    wait: Callable[[], object] = lambda: None
 
 
 def slots_bytes(strategy: str, inter: int, width: int, top_k: int) -> int:

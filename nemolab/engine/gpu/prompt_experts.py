@@ -4,9 +4,9 @@ Blocks go into a ring on the card, two halves used in turn, by copies on a strea
 computed on, the other fills. The CPU queues everything ahead; it waits for copies, never for results, and only where
 the reader is about to fill the memory that they come from anew.
 
-Pairs (of a token and a rank) lie expert by expert. They are worked on a stretch at a time, and what a stretch gives is
-added to the sums at once, so that no result of a pair outlives its stretch. A token's experts are added in ascending
-order of their ids, one after the other: no bit depends on halves, on stretches or on what was cached.
+Pairs (of a token and a rank) lie expert by expert. They are worked on a span at a time, and what a span gives is
+added to the sums at once, so that no result of a pair outlives its span. A token's experts are added in ascending
+order of their ids, one after the other: no bit depends on halves, on spans or on what was cached.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nemolab.store.layout import BlockLayout
 from nemolab.store.page_lock import CopyBatch
 
 HALF_BLOCKS = 8  # blocks of half the ring on the card: copied by one call, computed on by one launch of each kernel
-PAIRS_PER_PIECE_TOKEN = 4  # (token, rank) pairs in a stretch, at most, for each token of a piece
+PAIRS_PER_PIECE_TOKEN = 4  # (token, rank) pairs in a span, at most, for each token of a piece
 BIT_ROWS = 512  # pairs whose active neurons are counted at once, for a recorder
 
 
@@ -51,7 +51,7 @@ class Routing(NamedTuple):
 class PromptExperts:
     """The routed experts of prompt passes, layer by layer, on torch's current stream.
 
-    shape  (I, X) of an expert; pairs  in a stretch, at most; memory of 2 * HALF_BLOCKS blocks is taken on the device
+    shape  (I, X) of an expert; pairs  in a span, at most; memory of 2 * HALF_BLOCKS blocks is taken on the device
     .copies  blocks queued for copying so far
     """
 
@@ -115,14 +115,14 @@ class PromptExperts:
                 turn, mine = self._copy(rows), slice(done, done + len(rows))
                 done += len(rows)
                 addresses, ids = self._addresses[turn, : len(rows)], routing.ids[mine]
-                for stretch, most in _stretches(starts[needed[mine]], starts[needed[mine] + 1], self._pairs):
+                for span, most in _cut_spans(starts[needed[mine]], starts[needed[mine] + 1], self._pairs):
                     self._operators.expert_prompt(
-                        addresses, ids, inter, scales_2, routing.starts, routing.pairs, stretch, most, top_k, x, h,
+                        addresses, ids, inter, scales_2, routing.starts, routing.pairs, span, most, top_k, x, h,
                         results,
                     )  # fmt: skip
-                    self._operators.add_experts(results, stretch, routing.places, routing.shares, out)
+                    self._operators.add_experts(results, span, routing.places, routing.shares, out)
                     if active is not None:
-                        pairs = routing.pairs[slice(*stretch)].cpu().numpy()
+                        pairs = routing.pairs[slice(*span)].cpu().numpy()
                         active.reshape(tokens * top_k, -1)[pairs] = _bits(h[: len(pairs)])
                 self._done[turn].record(self._device.main_stream())
         return out
@@ -160,8 +160,8 @@ def ring_blocks(cache_ring: int) -> int:
     return 2 * min(HALF_BLOCKS, cache_ring)
 
 
-def _stretches(starts: np.ndarray, ends: np.ndarray, pairs: int) -> Iterator[tuple[tuple[int, int], int]]:
-    """((begin, end), most) of stretches of the pairs of neighbouring experts; most: the pairs of one expert in it."""
+def _cut_spans(starts: np.ndarray, ends: np.ndarray, pairs: int) -> Iterator[tuple[tuple[int, int], int]]:
+    """((begin, end), most) of spans of the pairs of neighbouring experts; most: the pairs of one expert in it."""
     for begin in range(int(starts[0]), int(ends[-1]), pairs):
         end = min(begin + pairs, int(ends[-1]))
         yield (begin, end), int((ends.clip(begin, end) - starts.clip(begin, end)).max())

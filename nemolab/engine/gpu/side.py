@@ -22,7 +22,7 @@ from nemolab.units import show_bytes
 # A card called one of 8 GB has 8 GiB less what its maker and driver keep, up to a sixteenth for error correction: what
 # is asked for beyond the card by no more than this is taken for the whole card.
 BEYOND_PERCENT = 8
-_PEAK = ("allocated_bytes", "reserved_bytes", "beside_bytes")
+_PEAK = ("allocated_bytes", "reserved_bytes", "non_torch_bytes")
 
 
 class CardSide:
@@ -72,7 +72,7 @@ class CardSide:
         """
         usage, room_bytes, found_bytes = self.device.look(), None, None
         if usage is not None:
-            found_bytes = usage.beside_bytes  # before any kernel: the rest is still to come
+            found_bytes = usage.non_torch_bytes  # before any kernel: the rest is still to come
             room_bytes = usage.free_bytes + usage.reserved_bytes - usage.allocated_bytes + (found_bytes or 0)
         kept = kept_bytes(self._trials, self.transfer, self._store)
         parts = (context_bytes(found_bytes), self.transfer, kept)
@@ -113,9 +113,9 @@ class CardSide:
         planned          {dense, experts, state, prompt, kept, workspace, context, total}_bytes, with prompts in passes
                          of pass_tokens, in pieces of piece_tokens
         found            dense_bytes of weights; allocated_bytes of tensors, these included; reserved_bytes by torch;
-                         beside_bytes, the driver's and libraries' (None: not known; `beside_is` says how it is known);
+                         non_torch_bytes, the driver's and libraries' (None: not known; `non_torch_is` says how);
                          opened_bytes of them when the card was opened; in_use_bytes by everybody; total_bytes there are
-        peak             the same at its most: {allocated, reserved, beside, total}_bytes; total counts the planned
+        peak             the same at its most: {allocated, reserved, non_torch, total}_bytes; total counts the planned
                          context where what is beside torch is not known
         kept             of a trial that keeps experts on the card: slots; experts copied, held, copied early
         prompt_copies    experts that prompts had copied to the card so far
@@ -124,8 +124,8 @@ class CardSide:
         found, model = self.device.memory(), self._model
         peak = {name: found.pop(f"peak_{name}") for name in _PEAK if f"peak_{name}" in found}
         if peak:
-            beside_bytes = peak["beside_bytes"]
-            context_bytes = self.plan.context_bytes if beside_bytes is None else beside_bytes
+            non_torch_bytes = peak["non_torch_bytes"]
+            context_bytes = self.plan.context_bytes if non_torch_bytes is None else non_torch_bytes
             peak["total_bytes"] = peak["reserved_bytes"] + context_bytes
         return {
             "name": self.device.name,

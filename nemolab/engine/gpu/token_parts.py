@@ -7,7 +7,7 @@ import torch
 
 from nemolab.engine.gpu.moe_step import MoeStep
 from nemolab.engine.gpu.pinned import UNKNOWN, PinnedArray, wait_for_ids
-from nemolab.engine.gpu.stretches import Branch, Stretches
+from nemolab.engine.gpu.segments import Branch, Segments
 from nemolab.errors import EngineError
 from nemolab.trace import Recorder
 
@@ -15,17 +15,22 @@ from nemolab.trace import Recorder
 class TokenParts:
     """Shared between layers, since one is done with them before the next begins, and set between tokens.
 
-    .step        the MoeStep; .stretches  the Stretches, whose graphs touch all these
+    .step        the MoeStep; .segments  the Segments, whose graphs touch all these
     .h, .logits  float32 [hidden], [experts]; .router  of a layer's own experts
     .shared_first  the shared expert comes before the router, not behind the choice; .branch  where it runs else
     .guesses     a Guesses, .forced a ForcedRouting, .record a RecordQueue, each or None
-    make_room    makes what page-locks memory: see `Finder.make_room`
+    make_locked makes what page-locks memory: see `ExpertFetcher.make_locked`
     """
 
-    def __init__(self, config, step: MoeStep, stretches: Stretches, make_room, device, operators):
-        self.step, self.stretches, self.shared_first = step, stretches, False
+    def __init__(self, config, step: MoeStep, segments: Segments, make_locked, device, operators):
+        self.step, self.segments, self.shared_first = step, segments, False
         self.branch = Branch(device)
-        self._config, self._make_room, self._device, self._operators = config, make_room, device, operators
+        self._config, self._make_locked, self._device, self._operators = (
+            config,
+            make_locked,
+            device,
+            operators,
+        )
         self.limits = (config.n_group, config.topk_group)
         self.routing = (config.top_k, *self.limits, config.norm_topk_prob, config.routed_scaling_factor)
         there = device.torch_device
@@ -44,7 +49,7 @@ class TokenParts:
         if count == (self.guesses.count if self.guesses else 0):
             return
         parts = (self, count, self._config, self._device, self._operators)
-        self._replace("guesses", self._make_room("guesses", lambda: Guesses(*parts)) if count else None)
+        self._replace("guesses", self._make_locked("guesses", lambda: Guesses(*parts)) if count else None)
 
     def force(self, chosen: np.ndarray | None, guesses: np.ndarray | None) -> None:
         """See `ForcedRouting`; None: no more."""
@@ -59,17 +64,17 @@ class TokenParts:
             checked = np.hstack([checked, _check_forced("guesses", guesses, self.n_layers, self._config.n_experts)])
         if self.forced is None or self.forced.shape != checked.shape:
             parts = (checked.shape, self._config.top_k, self._device)
-            self._replace("forced", self._make_room("forced choices", lambda: ForcedRouting(*parts)))
+            self._replace("forced", self._make_locked("forced choices", lambda: ForcedRouting(*parts)))
         self.forced.told.array[:] = checked
 
     def queue_record_by(self, recorder: Recorder | None) -> None:
         """Let a recorder be told what layers do, or (None) nobody."""
         parts = (recorder, self.n_layers, self._config.hidden_size, self.step, self._device)
-        self._replace("record", self._make_room("a recording", lambda: RecordQueue(*parts)) if recorder else None)
+        self._replace("record", self._make_locked("a recording", lambda: RecordQueue(*parts)) if recorder else None)
 
     def _replace(self, name: str, part) -> None:
         """What was recorded as a graph touches the part that was, and so may the card."""
-        self.stretches.drop()
+        self.segments.drop()
         old = getattr(self, name)
         if old is not None:
             self._device.wait()  # first: an interrupt must not let go of what the card may be at

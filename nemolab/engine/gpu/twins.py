@@ -158,8 +158,8 @@ class WriteTable:
         write_table_torch(self._table, torch.from_numpy(told))
 
 
-def expert_prompt(addresses, ids, inter, scales_2, starts, pairs, stretch, most, top_k, x, h, results) -> None:
-    layout, (begin, end) = BlockLayout("neuron", inter, x.shape[1]), stretch
+def expert_prompt(addresses, ids, inter, scales_2, starts, pairs, span, most, top_k, x, h, results) -> None:
+    layout, (begin, end) = BlockLayout("neuron", inter, x.shape[1]), span
     for address, expert in zip(addresses.tolist(), ids.tolist(), strict=True):
         first, last = max(begin, int(starts[expert])), min(end, int(starts[expert + 1]))
         if first >= last:
@@ -174,8 +174,8 @@ def expert_prompt(addresses, ids, inter, scales_2, starts, pairs, stretch, most,
         results[rows] = scales_2[expert, 1] * (h[rows].float() @ (codes.float() * scales))
 
 
-def add_experts(results, stretch, places, shares, out) -> None:
-    add_experts_torch(results, stretch, places, shares, out)
+def add_experts(results, span, places, shares, out) -> None:
+    add_experts_torch(results, span, places, shares, out)
 
 
 def _views(layout: BlockLayout, address: int):

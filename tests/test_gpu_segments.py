@@ -1,4 +1,4 @@
-"""A token's stretches as graphs, by stand-ins for them and on a card: when they are recorded, replayed and dropped."""
+"""A token's segments as graphs, by stand-ins for them and on a card: when they are captured, replayed and dropped."""
 
 import gc
 import threading
@@ -13,9 +13,9 @@ from gpu_graphs import SIZES, Graphs, run_without_graphs
 from synthetic import one_thread, write_checkpoint
 from test_gpu_engine import IDS, TRANSFERS, both_paths, open_engine, step_through
 
-from nemolab.engine.gpu import allocator, stretches
+from nemolab.engine.gpu import allocator, segments
 from nemolab.engine.gpu.device import StandIn
-from nemolab.engine.gpu.stretches import CardGraphs, Stretches
+from nemolab.engine.gpu.segments import CudaGraphs, Segments
 from nemolab.engine.trials import Trials
 from nemolab.simulate import check_live
 
@@ -38,18 +38,18 @@ def graphs(monkeypatch):
 
 
 def counts(graphs):
-    return [(each.recorded, each.replayed) for each in graphs]
+    return [(each.captured, each.replayed) for each in graphs]
 
 
 @one_thread
-def test_the_second_token_alike_is_recorded_and_then_replayed(path, graphs):
+def test_the_second_token_alike_is_captured_and_then_replayed(path, graphs):
     with open_engine(path) as engine:
         state = engine.new_state()
         engine.last_logits(IDS[:5], state)
         engine.step(IDS[5], state)
         assert counts(graphs) == []
         step_through(engine, IDS[6:9], state)
-        assert counts(graphs) == [(3, 9)], "a stretch before each of two MoE layers, and one behind"
+        assert counts(graphs) == [(3, 9)], "a segment before each of two MoE layers, and one behind"
 
 
 @one_thread
@@ -90,7 +90,7 @@ def test_keys_that_grow_need_other_graphs(path, graphs, monkeypatch):
     with open_engine(path) as engine:
         grown = step_through(engine, IDS[:10])
         assert counts(graphs) == [(3, 9), (3, 9), (3, 3)], "room for 4, 8 and 12 tokens: each has a first one"
-        engine._model._parts.stretches.wanted = False
+        engine._model._parts.segments.wanted = False
         assert torch.equal(step_through(engine, IDS[:10]), grown)
 
 
@@ -100,12 +100,12 @@ def test_prompts_keep_graphs_or_drop_them_by_their_length(path, graphs, monkeypa
     released = []
     monkeypatch.setattr(StandIn, "release", lambda _: released.append(1))
     with open_engine(path) as engine:
-        engine._model._parts.stretches.wanted = False
+        engine._model._parts.segments.wanted = False
         state = engine.new_state()
         expected = [step_through(engine, IDS[:3], state), engine.prefill(IDS[3:7], state)]
         expected += [step_through(engine, IDS[7:10], state), engine.prefill(IDS[10:15], state)]
         expected += [step_through(engine, IDS[15:18], state)]
-        engine._model._parts.stretches.wanted, state = True, engine.new_state()
+        engine._model._parts.segments.wanted, state = True, engine.new_state()
         released.clear()
         found = [step_through(engine, IDS[:3], state), engine.prefill(IDS[3:7], state)]
         assert counts(graphs) == [(3, 6)] and not released
@@ -117,7 +117,7 @@ def test_prompts_keep_graphs_or_drop_them_by_their_length(path, graphs, monkeypa
 
 
 @one_thread
-def test_what_changes_a_stretch_drops_its_graphs(path, graphs):
+def test_what_changes_a_segment_drops_its_graphs(path, graphs):
     """A recorder, and forced choices, that come and go."""
     chosen = np.array([[0, 1, 2], [3, 4, 5]])
     with open_engine(path, prefetch=2) as engine:
@@ -145,13 +145,13 @@ def test_no_conversation_is_kept_for_its_graphs(path, graphs):
         step_through(engine, IDS[:4], state)
         ssm = weakref.ref(state.layers[0].ssm)
         graphs.clear()
-        engine._model._parts.stretches._recorded.clear()  # these stand-ins hold the state; graphs hold addresses
+        engine._model._parts.segments._captured.clear()  # these stand-ins hold the state; graphs hold addresses
         del state
         assert ssm() is None
 
 
 def test_a_state_without_tensors_has_a_first_token_too():
-    found = Stretches(Graphs)
+    found = Segments(Graphs)
     for alike in (False, True):
         found.begin([])
         assert found._alike == alike
@@ -189,26 +189,26 @@ class Recording:
         self.call("reset")
 
 
-def test_a_recording_that_fails_is_ended_and_what_failed_comes_out(monkeypatch):
+def test_a_capture_that_fails_is_ended_and_what_failed_comes_out(monkeypatch):
     for failing, called in (
         (("work",), ["begin", "work", "end"]),
         (("work", "end"), ["begin", "work", "end", "pool (0, 1) of 0"]),
     ):
         fake = Recording(monkeypatch, failing)
         with pytest.raises(RuntimeError, match=f"CUDA error in {failing[0]}"):
-            CardGraphs(torch.device("cuda", 0)).record(partial(fake.call, "work"))
+            CudaGraphs(torch.device("cuda", 0)).capture(partial(fake.call, "work"))
         assert fake.called == called
 
 
-def test_graphs_end_when_they_are_dropped_and_none_ends_while_one_is_recorded(monkeypatch):
-    """Not when a traceback that held them is forgotten: should another be recorded just then, it is spoilt."""
+def test_graphs_end_when_they_are_dropped_and_none_ends_while_one_is_captured(monkeypatch):
+    """Not when a traceback that held them is forgotten: should another be captured just then, it is spoilt."""
 
     def work():
         fake.call("work" if not gc.isenabled() else "garbage may be collected")
 
     for failing in ((), ("work",)):
         fake = Recording(monkeypatch, failing)
-        found = Stretches(lambda: CardGraphs(torch.device("cuda", 0)))
+        found = Segments(lambda: CudaGraphs(torch.device("cuda", 0)))
         found.begin([])
         found._alike = True
         kept = pytest.raises(RuntimeError) if failing else nullcontext()
@@ -230,7 +230,7 @@ def test_graphs_end_when_they_are_dropped_and_none_ends_while_one_is_recorded(mo
 )
 def test_where_no_graph_can_be_made_tokens_go_on_without(monkeypatch, capsys, failing, tried):
     fake = Recording(monkeypatch, failing)
-    found = Stretches(lambda: CardGraphs(torch.device("cuda", 0)))
+    found = Segments(lambda: CudaGraphs(torch.device("cuda", 0)))
     for _ in range(3):
         found.begin([])
         found.run(0, partial(fake.call, "work"))
@@ -238,14 +238,14 @@ def test_where_no_graph_can_be_made_tokens_go_on_without(monkeypatch, capsys, fa
     assert capsys.readouterr().err.count(f"no graph could be made of them: CUDA error in {failing[0]}") == 1
 
 
-def test_a_recording_whose_end_was_interrupted_is_ended_with_the_graphs(monkeypatch):
+def test_a_capture_whose_end_was_interrupted_is_ended_with_the_graphs(monkeypatch):
     """It would stay open: nothing can be waited for then."""
     fake = Recording(monkeypatch)
-    graphs = CardGraphs(torch.device("cuda", 0))
+    graphs = CudaGraphs(torch.device("cuda", 0))
     with monkeypatch.context() as interrupted:
         interrupted.setattr(graphs, "_end", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            graphs.record(partial(fake.call, "work"))
+            graphs.capture(partial(fake.call, "work"))
     graphs.close()
     graphs.close()
     assert fake.called == ["begin", "work", "end", "reset"]
@@ -262,7 +262,7 @@ def test_graphs_go_before_the_card_is_waited_for(path, monkeypatch):
     with open_engine(path) as engine:
         state = engine.new_state()
         step_through(engine, IDS[:3], state)
-        graphs, parts = engine._model._parts.stretches, engine._model._parts
+        graphs, parts = engine._model._parts.segments, engine._model._parts
         monkeypatch.setattr(engine._model.device, "wait", lambda: called.append("wait"))
         with monkeypatch.context() as interrupted:
             interrupted.setattr(parts.step, "choice", interrupt)
@@ -284,7 +284,7 @@ def test_garbage_is_collected_again_whenever_an_interrupt_comes(monkeypatch):
 
     monkeypatch.setattr(gc, "disable", disable_and_stop)
     try:
-        with pytest.raises(KeyboardInterrupt), stretches._no_collection():
+        with pytest.raises(KeyboardInterrupt), segments._no_collection():
             pass
         assert gc.isenabled()
     finally:
@@ -293,8 +293,8 @@ def test_garbage_is_collected_again_whenever_an_interrupt_comes(monkeypatch):
 
 def test_no_graph_ends_while_another_engine_records_one(monkeypatch):
     fake, device = Recording(monkeypatch), torch.device("cuda", 0)
-    first, second = CardGraphs(device), CardGraphs(device)
-    first.record(partial(fake.call, "work"))
+    first, second = CudaGraphs(device), CudaGraphs(device)
+    first.capture(partial(fake.call, "work"))
     fake.called.clear()
     others = threading.Thread(target=first.close)
 
@@ -303,12 +303,12 @@ def test_no_graph_ends_while_another_engine_records_one(monkeypatch):
         others.join(timeout=0.1)
         fake.call("work")
 
-    second.record(work)
+    second.capture(work)
     others.join()
     assert fake.called == ["begin", "work", "end", "reset"]
 
 
-def test_no_memory_is_given_back_while_a_graph_is_recorded(monkeypatch):
+def test_no_memory_is_given_back_while_a_graph_is_captured(monkeypatch):
     fake = Recording(monkeypatch)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: fake.call("give back"))
     device = torch.device("cuda", 0)
@@ -319,13 +319,13 @@ def test_no_memory_is_given_back_while_a_graph_is_recorded(monkeypatch):
         others.join(timeout=0.1)
         fake.call("work")
 
-    CardGraphs(device).record(work)
+    CudaGraphs(device).capture(work)
     others.join()
     assert fake.called == ["begin", "work", "end", "give back"]
 
 
 class Branching(StandIn):
-    def is_recording(self):
+    def is_capturing(self):
         return True
 
 
@@ -335,7 +335,7 @@ def test_a_branch_ends_whatever_fails_in_it(broken):
         if name == broken:
             raise KeyboardInterrupt
 
-    branch, joined = stretches.Branch(Branching()), []
+    branch, joined = segments.Branch(Branching()), []
     branch._join = lambda: joined.append(1)
     with pytest.raises(KeyboardInterrupt):
         branch.run(partial(call, "work"), partial(call, "beside"))
@@ -351,14 +351,14 @@ def test_graphs_and_branches_on_a_card_change_no_bit(path, transfer):
     for wanted_graphs, branching in ((False, False), (True, False), (False, True), (True, True)):
         with open_engine(path, "cuda", transfer=transfer, ram_cache_slots=8, prefetch=2) as engine:
             parts = engine._model._parts
-            parts.stretches.wanted, parts.branch.wanted = wanted_graphs, branching
+            parts.segments.wanted, parts.branch.wanted = wanted_graphs, branching
             branches, join = [], parts.branch._join
             parts.branch._join = lambda branches=branches, join=join: (branches.append(1), join())
             logits = [torch.cat(both_paths(engine, IDS)), step_through(engine, IDS * 8)]
-            engine.last_logits(IDS * (stretches.LONG_PROMPT_TOKENS // len(IDS) + 1), engine.new_state())
+            engine.last_logits(IDS * (segments.LONG_PROMPT_TOKENS // len(IDS) + 1), engine.new_state())
             with engine.record() as recorder:
                 logits += [step_through(engine, IDS), torch.cat(both_paths(engine, IDS))]
-                assert bool(parts.stretches._recorded) == wanted_graphs
+                assert bool(parts.segments._captured) == wanted_graphs
                 assert bool(branches) == (wanted_graphs and branching)
             assert check_live(recorder.trace()).equal
             found.append(torch.cat(logits))

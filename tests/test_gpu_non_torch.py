@@ -8,10 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nemolab.engine.gpu import beside as beside_module
-from nemolab.engine.gpu import device
-from nemolab.engine.gpu.beside import ASSUMED, DIFFERENCE, TOLD, Beside, beside_of
+from nemolab.engine.gpu import device, non_torch
 from nemolab.engine.gpu.device import Card
+from nemolab.engine.gpu.non_torch import ASSUMED, DIFFERENCE, TOLD, NonTorchMemory, non_torch_memory_of
 from nemolab.system.nvml import CardMeter
 
 GIB, MIB = 2**30, 2**20
@@ -84,7 +83,7 @@ def test_a_meter_says_which_call_failed():
 
 def test_without_the_drivers_word_what_is_beside_is_a_difference():
     driver = FakeDriver(used=GIB)  # others' GiB
-    beside = Beside(meter(driver))
+    beside = NonTorchMemory(meter(driver))
     driver.used = GIB + 500 * MIB + 100 * MIB
     assert a_pass(beside, reserved_bytes=100 * MIB) == 500 * MIB and beside.source == DIFFERENCE
     driver.used += 2 * GIB  # another program begins, between two passes
@@ -106,7 +105,7 @@ def a_pass(beside, driver=None, grows=0, reserved_bytes=0):
 
 def test_another_program_that_ends_during_a_pass_does_not_hide_what_is_ours():
     driver = FakeDriver(used=2 * GIB)
-    beside = Beside(meter(driver))
+    beside = NonTorchMemory(meter(driver))
     driver.used += 900 * MIB
     assert a_pass(beside) == 900 * MIB
     assert a_pass(beside, driver, -2 * GIB) == 900 * MIB, "all of theirs went"
@@ -131,7 +130,7 @@ def test_another_program_that_ends_during_a_pass_does_not_hide_what_is_ours():
 def test_no_more_than_a_plan_expects_is_ours_whatever_goes():
     """Others come and go by a GiB, one half during a pass and the other half not, while they hold two for good."""
     driver = FakeDriver(used=2 * GIB)
-    beside = Beside(meter(driver))
+    beside = NonTorchMemory(meter(driver))
     beside.expect(768 * MIB)
     beside.expect(600 * MIB)
     driver.used += 700 * MIB
@@ -144,7 +143,7 @@ def test_no_more_than_a_plan_expects_is_ours_whatever_goes():
 
 def test_what_another_program_takes_during_a_pass_is_ours_until_it_goes():
     driver = FakeDriver(used=0)
-    beside = Beside(meter(driver))
+    beside = NonTorchMemory(meter(driver))
     driver.used = 500 * MIB + 2 * GIB  # ours, and another program's
     assert a_pass(beside) == 500 * MIB + 2 * GIB
     driver.used = 500 * MIB
@@ -154,7 +153,7 @@ def test_what_another_program_takes_during_a_pass_is_ours_until_it_goes():
 def test_what_one_engine_takes_while_another_begins_a_pass_is_not_others():
     """Two threads, an engine each, on one card."""
     driver = FakeDriver(used=GIB)
-    beside = Beside(meter(driver))
+    beside = NonTorchMemory(meter(driver))
     beside.enter(0)
     driver.used += 500 * MIB  # ours: the first engine compiles
     with ThreadPoolExecutor(1) as other:
@@ -167,7 +166,7 @@ def test_what_one_engine_takes_while_another_begins_a_pass_is_not_others():
 
 def test_a_pass_that_an_interrupt_left_open_ends_with_the_next_of_its_thread():
     driver = FakeDriver(used=0)
-    beside = Beside(meter(driver))
+    beside = NonTorchMemory(meter(driver))
     beside.enter(0)
     driver.used += GIB
     assert a_pass(beside, driver) == 0
@@ -175,19 +174,19 @@ def test_a_pass_that_an_interrupt_left_open_ends_with_the_next_of_its_thread():
 
 def test_the_drivers_word_is_taken_where_it_can_be_true():
     driver = FakeDriver(used=GIB)
-    beside = Beside(meter(driver))
+    beside = NonTorchMemory(meter(driver))
     driver.processes[os.getpid()] = 700 * MIB
     driver.used = 9 * GIB
     assert beside.look(200 * MIB) == 500 * MIB and beside.source == TOLD
-    foreign = Beside(meter(FakeDriver(used=GIB, processes={os.getpid(): GIB})))  # before we touched the card
+    foreign = NonTorchMemory(meter(FakeDriver(used=GIB, processes={os.getpid(): GIB})))  # before we touched the card
     assert foreign.look(0) == a_pass(foreign) == 0 and foreign.source == DIFFERENCE
-    small = Beside(meter(FakeDriver(GIB, {os.getpid(): 5 * MIB}, touched=1)))  # less than torch alone holds
+    small = NonTorchMemory(meter(FakeDriver(GIB, {os.getpid(): 5 * MIB}, touched=1)))  # less than torch alone holds
     assert small.look(10 * MIB) is None and small.source == ASSUMED and "used the card before" in small.why_assumed
 
 
 def test_a_driver_that_stops_telling_is_no_error():
     driver = FakeDriver()
-    beside = Beside(meter(driver))
+    beside = NonTorchMemory(meter(driver))
     driver.used += 500 * MIB
     assert a_pass(beside) == 500 * MIB
     driver.status = 15
@@ -200,7 +199,7 @@ def test_a_driver_that_stops_telling_is_no_error():
 def fake_torch(monkeypatch):
     """torch and the driver, for one card of 8 GiB: others hold 5, a context takes 400 MiB. `.reserved` by torch."""
     driver, held = FakeDriver(used=5 * GIB), SimpleNamespace(reserved=0, resets=0)
-    monkeypatch.setattr(beside_module, "CardMeter", lambda index: meter(driver))
+    monkeypatch.setattr(non_torch, "CardMeter", lambda index: meter(driver))
 
     def make_context(index):
         driver.used += 0 if driver.touched else 400 * MIB
@@ -219,23 +218,23 @@ def fake_torch(monkeypatch):
         "max_memory_reserved": lambda index: held.reserved, "max_memory_allocated": lambda index: held.reserved,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, answer)
-    beside_of.cache_clear()
+    non_torch_memory_of.cache_clear()
     yield driver, held
-    beside_of.cache_clear()
+    non_torch_memory_of.cache_clear()
 
 
 def test_what_others_held_before_the_first_engine_of_a_process_is_not_ours(fake_torch):
     """torch has not begun then. A second engine looks again."""
     driver, held = fake_torch
     first = Card(0)
-    assert (first.look().beside_bytes, first.look().source) == (400 * MIB, DIFFERENCE)
+    assert (first.look().non_torch_bytes, first.look().source) == (400 * MIB, DIFFERENCE)
     first.enter(watched=True)
     held.reserved = 100 * MIB
     driver.used += 200 * MIB
-    assert first.look().beside_bytes == 500 * MIB
+    assert first.look().non_torch_bytes == 500 * MIB
     first.leave()
     driver.used += GIB  # another program, between two engines
-    assert Card(0).look().beside_bytes == 500 * MIB
+    assert Card(0).look().non_torch_bytes == 500 * MIB
 
 
 def test_an_engine_does_not_forget_the_peak_of_another_that_is_open(fake_torch):
@@ -254,7 +253,7 @@ def test_a_driver_that_stops_telling_is_named_as_the_reason(fake_torch):
     card = Card(0)
     driver.status = 15
     memory = card.memory()
-    assert memory["beside_bytes"] == memory["peak_beside_bytes"] == 400 * MIB and card.look().source == ASSUMED
+    assert memory["non_torch_bytes"] == memory["peak_non_torch_bytes"] == 400 * MIB and card.look().source == ASSUMED
     assert memory["opened_bytes"] == 400 * MIB
-    assert memory["beside_is"].startswith("assumed as last found: the driver's library failed: ")
+    assert memory["non_torch_is"].startswith("assumed as last found: the driver's library failed: ")
     card.close()

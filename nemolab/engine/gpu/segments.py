@@ -1,9 +1,9 @@
-"""A token's work in stretches between two choices of experts, each a CUDA graph when it comes again.
+"""A token's work in segments between two choices of experts, each a CUDA graph when it comes again.
 
-A stretch is some twenty small kernels. Queued one by one they take the CPU longer than the card; as a graph they are
-one call. A graph holds the addresses it was recorded with. So one serves a conversation as long as all tensors of its
+A segment is some twenty small kernels. Queued one by one they take the CPU longer than the card; as a graph they are
+one call. A graph holds the addresses it was captured with. So one serves a conversation as long as all tensors of its
 state stay where they are: keys and values that grow, or another conversation, end it, and the first token after that is
-queued kernel by kernel again (which also compiles what was never compiled: nothing of that kind can be recorded).
+queued kernel by kernel again (which also compiles what was never compiled: nothing of that kind can be captured).
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ import torch
 from nemolab.engine.gpu import allocator
 from nemolab.progress import say
 
-# Graphs go before longer prompts: what the driver keeps for them is needed there, and recording takes less than that.
+# Graphs go before longer prompts: what the driver keeps for them is needed there, and capturing takes less than that.
 LONG_PROMPT_TOKENS = 256
 
 
-class CardGraphs:
+class CudaGraphs:
     """Records CUDA graphs that share one pool of memory, which goes with the last of them."""
 
     def __init__(self, device: torch.device):
         self._device, self._pool = device, torch.cuda.graph_pool_handle()
         self._graphs: list[torch.cuda.CUDAGraph] = []
-        self._stream = torch.cuda.Stream(device)  # the default one cannot be recorded
+        self._stream = torch.cuda.Stream(device)  # the default one cannot be captured
         self._open: torch.cuda.CUDAGraph | None = None  # begun, and not known to be ended
 
-    def record(self, work: Callable[[], None]) -> Callable[[], None] | None:
+    def capture(self, work: Callable[[], None]) -> Callable[[], None] | None:
         """What `work` queues on torch's current stream, nothing of it run: a function that queues it all at once.
 
         None, and said why, where the driver does not begin a graph or makes none of it. What `work` raises comes out
@@ -79,7 +79,7 @@ class CardGraphs:
         return problem
 
     def close(self) -> None:
-        """Let go of all graphs now. Tracebacks may hold them, and one that ends while another is recorded spoils it.
+        """Let go of all graphs now. Tracebacks may hold them, and one that ends while another is captured spoils it.
 
         Those that the card still runs are freed by the driver once they are through.
         """
@@ -95,7 +95,7 @@ class CardGraphs:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """No garbage is collected meanwhile: what ends on the card while a graph is recorded spoils it."""
+    """No garbage is collected meanwhile: what ends on the card while a graph is captured spoils it."""
     was_on = gc.isenabled()
     try:
         gc.disable()
@@ -105,17 +105,17 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-class Repeats:
+class EagerSegments:
     """In the place of graphs, without a card: the work itself, again."""
 
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         return work
 
     def close(self) -> None: ...
 
 
 class Branch:
-    """Lets work run beside what is queued after it: as a branch, in what is recorded as a graph.
+    """Lets work run beside what is queued after it: as a branch, in what is captured as a graph.
 
     Else one follows the other: queued kernel by kernel, a stream of its own costs the CPU more than the card gains.
     .wanted  False: no branches either
@@ -127,7 +127,7 @@ class Branch:
 
     @property
     def _branches(self) -> bool:
-        return self.wanted and self._device.is_recording()
+        return self.wanted and self._device.is_capturing()
 
     def run(self, work: Callable[[], None], beside: Callable[[], None]) -> None:
         """Queue two works that need what is queued so far and nothing of each other; what comes then is after both."""
@@ -142,7 +142,7 @@ class Branch:
                 work()
             beside()
         except BaseException:
-            with suppress(Exception):  # what is being recorded cannot be ended, not even as failed, with a branch open
+            with suppress(Exception):  # what is being captured cannot be ended, not even as failed, with a branch open
                 self._join()
             raise
         self._join()
@@ -152,20 +152,20 @@ class Branch:
         self._device.main_stream().wait_event(self._joined)
 
 
-class Stretches:
-    """Runs the stretches of one model's tokens, from the second token alike on as graphs.
+class Segments:
+    """Runs the segments of one model's tokens, from the second token alike on as graphs.
 
-    make_graphs  makes a CardGraphs or its like
+    make_graphs  makes a CudaGraphs or its like
     .wanted      False: no graphs
     """
 
-    def __init__(self, make_graphs: Callable[[], CardGraphs | Repeats]):
+    def __init__(self, make_graphs: Callable[[], CudaGraphs | EagerSegments]):
         self._make_graphs, self.wanted = make_graphs, True
-        self._graphs: CardGraphs | Repeats | None = None
+        self._graphs: CudaGraphs | EagerSegments | None = None
         self.drop()
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> None:
-        """A token begins whose stretches work on these tensors of a state, beside others that are always the same."""
+        """A token begins whose segments work on these tensors of a state, beside others that are always the same."""
         # By identity, not address: another tensor may come to lie where one was freed. And weakly: no conversation is
         # kept in the card's memory because graphs were made of it.
         met = self._met
@@ -179,26 +179,26 @@ class Stretches:
             self._met = [weakref.ref(tensor) for tensor in tensors]
 
     def run(self, number: int, work: Callable[[], None]) -> None:
-        """Queue one stretch: `work`, which queues the same for every token, or what was recorded of it."""
+        """Queue one segment: `work`, which queues the same for every token, or what was captured of it."""
         if not (self._alike and self.wanted):
             work()
             return
-        replay = self._recorded.get(number)
+        replay = self._captured.get(number)
         if replay is None:
             if self._graphs is None:
                 self._graphs = self._make_graphs()
-            replay = self._graphs.record(work)
+            replay = self._graphs.capture(work)
             if replay is None:
                 self.drop()
                 self.wanted = False
                 work()
                 return
-            self._recorded[number] = replay
+            self._captured[number] = replay
         replay()
 
     def drop(self) -> None:
-        """Let go of all graphs. Whenever something else that a stretch does or touches has changed."""
-        self._recorded: dict[int, Callable[[], None]] = {}
+        """Let go of all graphs. Whenever something else that a segment does or touches has changed."""
+        self._captured: dict[int, Callable[[], None]] = {}
         self._met: list[weakref.ref] | None = None  # none yet: a state without tensors has a first token, too
         self._alike = False
         if self._graphs is not None:

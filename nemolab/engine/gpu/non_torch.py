@@ -24,7 +24,7 @@ from nemolab.system.nvml import CardMeter
 TOLD, DIFFERENCE, ASSUMED = "told by the driver", "by difference", "assumed"
 
 
-class Beside:
+class NonTorchMemory:
     """One card's account, for as long as the process lives, shared by all engines on it: any thread may call.
 
     meter    a CardMeter; None: nobody tells
@@ -74,9 +74,11 @@ class Beside:
             if own_bytes is not None:
                 self._note(own_bytes - reserved_bytes, TOLD)
             elif used_bytes is not None and self.bytes is not None:
-                beside_bytes = max(0, used_bytes - reserved_bytes)  # everybody's
-                self._note(max(beside_bytes - self._others_bytes, min(self._settled_bytes, beside_bytes)), DIFFERENCE)
-                self._others_bytes = beside_bytes - self.bytes
+                non_torch_bytes = max(0, used_bytes - reserved_bytes)  # everybody's
+                self._note(
+                    max(non_torch_bytes - self._others_bytes, min(self._settled_bytes, non_torch_bytes)), DIFFERENCE
+                )
+                self._others_bytes = non_torch_bytes - self.bytes
             return self.bytes
 
     def _begin(self, reserved_bytes: int) -> None:
@@ -86,10 +88,10 @@ class Beside:
             self._note(own_bytes - reserved_bytes, TOLD)
         if used_bytes is None or self.bytes is None:
             return
-        beside_bytes = max(0, used_bytes - reserved_bytes)
+        non_torch_bytes = max(0, used_bytes - reserved_bytes)
         if own_bytes is None:
-            self.bytes = min(self.bytes, beside_bytes)
-        self._others_bytes = max(0, beside_bytes - self.bytes)
+            self.bytes = min(self.bytes, non_torch_bytes)
+        self._others_bytes = max(0, non_torch_bytes - self.bytes)
         self._settled_bytes = self.bytes if self.expected_bytes is None else min(self.bytes, self.expected_bytes)
 
     def _note(self, found_bytes: int, source: str) -> None:
@@ -110,9 +112,9 @@ class Beside:
 
 
 @cache
-def beside_of(index: int) -> Beside:
+def non_torch_memory_of(index: int) -> NonTorchMemory:
     """The account of a card. Asked for before a card is touched, it knows what others held then."""
     try:
-        return Beside(CardMeter(index))
+        return NonTorchMemory(CardMeter(index))
     except OSError as problem:
-        return Beside(None, f"the driver's library does not tell: {problem}")
+        return NonTorchMemory(None, f"the driver's library does not tell: {problem}")
