@@ -77,7 +77,7 @@ def bench_card_decode(
     from nemolab.engine.gpu.device import open_device
 
     _check(transfers, cached, tokens, repeats, trace, own)
-    store, card = find_store(path, None, "neuron"), open_device(device)
+    card, store = open_device(device), find_store(path, None, "neuron")  # no store is made for a card that is not
     slots = max(store.config.top_k, round(cached * store.n_layers * store.n_experts))
     cases = [(transfer, _Case(trial, prefetch)) for trial in ({}, *trials) for transfer in transfers]
     guesses = _check_cases(cases, device, store.config)

@@ -59,7 +59,7 @@ def bench_card_prefill(
         raise UsageError("bench prefill measures a card's way of passing prompts; on the CPU there is no bus to cross")
     if tokens < 1 or repeats < 3:
         raise UsageError(f"{tokens} tokens, {repeats} samples; 1 and 3 at least are needed")
-    store, card = find_store(path, None, "neuron"), open_device(device)
+    card, store = open_device(device), find_store(path, None, "neuron")  # no store is made for a card that is not
     blocks, top_k = store.n_layers * store.n_experts, store.config.top_k
     ids = np.random.default_rng(0).integers(store.config.vocab_size, size=tokens).tolist()
     settings = {"store": store, "device": device, "vram_gib": vram_gib}

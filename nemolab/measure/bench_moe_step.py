@@ -67,7 +67,8 @@ class _Bench:
         import torch
 
         from nemolab.engine.gpu.device import open_device
-        from nemolab.engine.gpu.moe_step import Fetch, MoeStep
+        from nemolab.engine.gpu.expert_fetch import Fetch
+        from nemolab.engine.gpu.moe_step import MoeStep
         from nemolab.engine.gpu.operators import find_operators
         from nemolab.engine.gpu.table import ExpertTable
         from nemolab.engine.memory import check_room
