@@ -35,7 +35,7 @@ class World:
         assert self.lock.grow(self.arena.reserved_bytes) is None
         at = address(self.arena.rows) + self.form.block_bytes * np.arange(LAYERS * EXPERTS, dtype=np.int64)
         self.addresses = at.reshape(LAYERS, EXPERTS)
-        self.table = ExpertTable(LAYERS, EXPERTS, self.device, self.operators)
+        self.table = ExpertTable(LAYERS, EXPERTS, self.device)
         for layer in range(LAYERS):
             self.table.set(layer, np.arange(EXPERTS), self.addresses[layer])
         generator = torch.Generator().manual_seed(0)

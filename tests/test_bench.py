@@ -103,8 +103,8 @@ def test_bookkeeping_bench_runs_the_real_cache_without_reads(tmp_path):
 def test_bookkeeping_of_a_card_is_that_of_its_table_too(device, monkeypatch):
     from nemolab.engine.gpu.table import ExpertTable
 
-    told, update = [], ExpertTable.update
-    monkeypatch.setattr(ExpertTable, "update", lambda table, *what: told.append(table) or update(table, *what))
+    told, touch = [], ExpertTable.touch
+    monkeypatch.setattr(ExpertTable, "touch", lambda table, blocks: told.append(table) or touch(table, blocks))
     found = bench_bookkeeping(tokens=2, repeats=3, warm_up=5, prefetch=2, shape=(4, 32, 3), device=device)
     rows = {row["name"]: row["settings"] for row in found["rows"]}
     assert rows["bookkeeping.card"]["hit_rate"] == rows["bookkeeping.fetch"]["hit_rate"]

@@ -46,7 +46,7 @@ PLACES = {
     "the lookup": lambda engine: (engine._cache, "fetch"),
     "finding where": lambda engine: (engine._model._fetcher, "fetch"),
     "what follows the choice": lambda engine: (engine._model._parts.step, "finish"),
-    "the table": lambda engine: (engine._model._table, "update"),
+    "the table": lambda engine: (engine._model._table, "send"),
     "a launch": lambda engine: (engine._model._parts.step.step, "compute"),
     "reading ahead": lambda engine: (engine._cache, "prefetch"),
     "a recording": lambda engine: (engine._model._parts.segments, "run"),
@@ -98,10 +98,10 @@ def test_after_a_token_that_broke_off_the_table_fills_again(path, monkeypatch):
         monkeypatch.undo()
         late, finish = [], step.finish
         monkeypatch.setattr(step, "finish", lambda *arguments: late.append(finish(*arguments)))
-        monkeypatch.setattr(table, "update", updates := Counted(table.update))
+        monkeypatch.setattr(engine._cache, "retell", retells := Counted(engine._cache.retell))
         step_through(engine, IDS)
         assert np.count_nonzero(table.host) == filled and not any(late), "told at once, all that is cached"
-        assert updates.calls == 1, "and not again"
+        assert retells.calls == 1, "and not again"
 
 
 @one_thread

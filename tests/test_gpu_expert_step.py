@@ -14,7 +14,6 @@ from nemolab.kernels.gpu.combine import Combine, combine_torch
 from nemolab.kernels.gpu.decode import decode_e2m1, decode_e4m3
 from nemolab.kernels.gpu.expert_step import GROUPED, ROWS, ExpertStep, expert_step_torch
 from nemolab.kernels.gpu.stream import stream, stream_torch
-from nemolab.kernels.gpu.write_table import MOST, WriteTable, write_table_torch
 from nemolab.store.layout import BlockLayout
 
 # I neurons, X inputs and outputs, experts. The interpreter takes a quarter of a second a group: there, the real widths.
@@ -274,20 +273,3 @@ def test_stream_adds_up_everything(device):
         assert sums.sum(dtype=torch.int32) == stream_torch(words)
     with pytest.raises(EngineError, match="% 16"):
         stream(words.data_ptr() + 4, 4, sums)
-
-
-@on_both
-def test_a_table_is_written_where_it_is_told(device):
-    table = torch.arange(200, device=device)
-    writer = WriteTable(table)
-    for count in (1, 7, MOST):
-        places = torch.randperm(200, device=device)[:count]
-        pairs = torch.stack([places, torch.randint(-(2**62), 2**62, (count,), device=device)], 1).contiguous()
-        expected = table.clone()
-        write_table_torch(expected, pairs)
-        writer.launch(pairs.data_ptr(), count)
-        assert torch.equal(table, expected)
-    with pytest.raises(EngineError, match="129 entries"):
-        writer.launch(pairs.data_ptr(), MOST + 1)
-    with pytest.raises(EngineError, match="int64"):
-        WriteTable(table.int())

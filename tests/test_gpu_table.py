@@ -1,4 +1,4 @@
-"""The table on a card of where each expert lies: it changes in the stream's order, and is told what the cache did."""
+"""The table on a card of where each expert lies: told what the cache did, and sent a layer at a time."""
 
 import numpy as np
 import pytest
@@ -9,70 +9,83 @@ from nemolab.engine.gpu.table import ExpertTable, TableKeeper
 pytest_plugins = ["card_fixtures"]
 
 
-def test_the_table_changes_in_the_order_of_the_stream(world):
-    random = np.random.default_rng(1)
-    for _ in range(150):  # more than the ring of changes holds
-        blocks = random.permutation(LAYERS * EXPERTS)[: random.integers(1, 9)]
-        world.table.update(blocks, random.integers(0, 2**40, len(blocks)))
-    assert np.array_equal(world.table.device.cpu().numpy(), world.table.host)
-    large = ExpertTable(2, 500, world.device, world.operators)
-    large.update(np.arange(1000), np.arange(1000) + 7)
-    assert np.array_equal(large.device.cpu().numpy().ravel(), np.arange(1000) + 7)
-    large.clear()
-    assert not large.device.any() and not large.host.any()
-    large.close()
-
-
 class SomeRowsSeen:
-    """A CacheMemory of rows of 10 bytes, of which the card does not see those from 5 on."""
+    """A CacheMemory of rows of 10 bytes, of which the card sees two, and could see those up to 5."""
 
-    def addresses_seen(self, rows):
-        return np.where(rows < 5, 1000 + 10 * rows, 0)
+    addresses, seen_rows = 1000 + 10 * np.arange(8), 2
 
-
-def come(keeper, blocks, rows):
-    keeper.came(np.array(blocks), np.array(rows))
+    def lock_row(self, row):
+        return row < 5
 
 
-def test_the_table_is_told_what_the_cache_was_told_last(world):
-    keeper = TableKeeper(world.table, SomeRowsSeen())
-    before = world.table.host.copy()
-    come(keeper, [0, 17, 20], [3, 4, 5])
-    keeper.left([1, 17, 40])
-    come(keeper, [1], [2])
-    assert [keeper.find(block) for block in (0, 1, 17, 20)] == [1030, 1020, 0, 0], "what is not flushed yet, too"
-    assert np.array_equal(world.table.host, before), "gathered until it is flushed"
-    keeper.flush()
-    before.reshape(-1)[[0, 1, 17, 20, 40]] = [1030, 1020, 0, 0, 0]  # 20 lies where the card does not see it
-    assert np.array_equal(world.table.host, before) and np.array_equal(world.table.device.cpu().numpy(), before)
-    keeper.left([0])
-    keeper.start_over()
-    keeper.flush()
-    assert not world.table.host.any() and not world.table.device.any()
+@pytest.fixture
+def table(world):
+    table = ExpertTable(LAYERS, EXPERTS, world.device)
+    yield table
+    world.device.wait()
+    table.close()
 
 
-def test_a_block_told_often_before_a_flush_is_written_as_it_was_told_last(world):
-    keeper = TableKeeper(world.table, SomeRowsSeen())
-    for number in range(300):  # more than two launches
-        come(keeper, [number % 7], [number % 5])
-    keeper.left([3])
-    keeper.flush()
-    last = {number % 7: 1000 + 10 * (number % 5) for number in range(300)} | {3: 0}
-    assert world.table.device.cpu()[0, :7].tolist() == [last[block] for block in range(7)]
+def on_card(table, layer):
+    return table.device[layer].cpu().numpy()
 
 
-def test_changes_whose_launch_was_interrupted_are_told_again(world, monkeypatch):
-    keeper = TableKeeper(world.table, SomeRowsSeen())
-    launch = world.table._write.launch
+def test_a_layer_is_sent_as_the_cache_told_it_last(table):
+    keeper = TableKeeper(table, SomeRowsSeen())
+    keeper.came([0, 1, 17, EXPERTS, EXPERTS + 3], [3, 4, 2, 1, 5])
+    keeper.left([1, 2])
+    keeper.came([2], [0])
+    assert [keeper.find(block) for block in (0, 1, 2, EXPERTS + 3)] == [1030, 0, 1000, 0], "the last is not seen"
+    assert not table.device.any(), "nothing is sent by itself"
+    table.send(0)
+    assert np.array_equal(on_card(table, 0), table.host[0]) and table.host[0, [0, 2]].tolist() == [1030, 1000]
+    assert not on_card(table, 1).any(), "nor is another layer"
+    table.send(1)
+    assert np.array_equal(on_card(table, 1), table.host[1]) and table.host[1, 0] == 1010
+
+
+def test_a_layer_is_sent_when_it_changed_and_not_else(table, world, monkeypatch):
+    keeper, sent, copy = TableKeeper(table, SomeRowsSeen()), [], world.device.copy
+    monkeypatch.setattr(world.device, "copy", lambda *arguments: sent.append(arguments) or copy(*arguments))
+    keeper.came([3, 5, EXPERTS], [0, 1, 2])
+    for _ in range(2):
+        for layer in range(LAYERS):
+            table.send(layer)
+    assert [nbytes for _, _, nbytes in sent] == 2 * [8 * EXPERTS]
+    keeper.left([5])
+    table.send(1)
+    assert len(sent) == 2
+    table.send(0)
+    assert len(sent) == 3 and on_card(table, 0)[[3, 5]].tolist() == [1000, 0]
+    table.clear()
+    for layer in range(LAYERS):
+        table.send(layer)
+    assert len(sent) == 3 + LAYERS and not table.device.any() and not table.host.any()
+
+
+def test_a_layer_whose_sending_was_interrupted_is_sent_again(table, world, monkeypatch):
+    keeper = TableKeeper(table, SomeRowsSeen())
 
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(world.table._write, "launch", interrupt)
-    come(keeper, [3], [1])
+    keeper.came([3], [1])
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(world.device, "copy", interrupt)
+        table.send(0)
+    table.send(0)
+    assert on_card(table, 0)[3] == 1010
+
+
+def test_what_was_interrupted_while_it_was_told_is_sent(table, monkeypatch):
+    """An address that stands here and is not sent would be taken for one that the card has."""
+    keeper = TableKeeper(table, SomeRowsSeen())
+
+    class Interrupted(SomeRowsSeen):
+        def lock_row(self, row):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(keeper, "_memory", Interrupted())
     with pytest.raises(KeyboardInterrupt):
-        keeper.flush()
-    monkeypatch.setattr(world.table._write, "launch", launch)
-    keeper.left([5])
-    keeper.flush()
-    assert world.table.device.cpu()[0, [3, 5]].tolist() == [1010, 0]
+        keeper.came([3], [2])
+    assert table._touched[0]

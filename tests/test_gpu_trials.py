@@ -193,8 +193,8 @@ def test_experts_that_were_all_guessed_are_computed_once_their_copies_have_ended
     operators = find_operators(device.torch_device)
     blocks = torch.randint(0x28, 0x48, (4, form.block_bytes), generator=random, dtype=torch.uint8)
     at = blocks.data_ptr() + form.block_bytes * np.arange(4)
-    table = ExpertTable(2, 4, device, operators)
-    table.set(1, range(4), at)
+    table = ExpertTable(2, 4, device)
+    table.set(1, np.arange(4), at)
     parts = (32, 64, 2, table, torch.ones(2, 4, 2), device, operators)
     found = []
     for step in (MoeStep("rows", *parts), KeepingStep("rows", *parts, slots=6)):
@@ -216,7 +216,7 @@ def test_memory_that_a_copy_on_a_guess_reads_is_not_used_before_the_copy_has_end
     """Not told of it, the copy would read what came there next: so much for whether this can fail."""
     device, width = LateDevice(), 64
     operators = find_operators(device.torch_device)
-    table = ExpertTable(2, 4, device, operators)
+    table = ExpertTable(2, 4, device)
     step = KeepingStep("rows", 32, width, 2, table, torch.ones(2, 4, 2), device, operators, slots=5)
     keeper = SimpleNamespace(left=lambda blocks: None, came=None)
     host = torch.full((32 * width,), 7, dtype=torch.uint8)

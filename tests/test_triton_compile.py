@@ -121,9 +121,6 @@ CASES = {
         "stream", "_stream_kernel", {"address": "i64:16", "words": "i64:16", "sums": "*i32"},
         {"BLOCK": 1024, "LOADS": 4}, 4,
     ),
-    "write table": (
-        "write_table", "_write_table_kernel", {"table": "*i64", "pairs": "i64", "count": "i32"}, {"MOST": 128}, 4,
-    ),
 }  # fmt: skip
 
 # Which of the cards' own conversions a kernel takes, of two codes an instruction: E4M3 from sm_89 on, E2M1 from sm_100.

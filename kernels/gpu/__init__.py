@@ -19,7 +19,7 @@ Prompts:
     decode_bf16       a matrix to bfloat16, for torch to multiply
 
 `decode` and `codes` say what stored bits are worth, `launch` starts compiled kernels without Triton's own launcher,
-`stream` measures what can be read in place, `write_table` keeps a table of addresses on the card up to date.
+`stream` measures what can be read in place.
 
 Blocks are given as integers: addresses from tables on the card, so that one in page-locked memory of the host and one
 in a slot on the card go through the same compiled code. That is what makes the transfer strategies agree to the bit.

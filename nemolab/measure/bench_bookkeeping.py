@@ -4,8 +4,8 @@
 hit rate that were published (`trace.synthetic.sticky_trace`). Times are of CPU, of this thread alone, so that another
 process makes them longer only through the caches it shares with us.
 
-An engine on a card does more: it turns rows into addresses and keeps the table there true, a launch a layer. That is
-timed on a card alone (`card`, `card_ahead`), launches included.
+An engine on a card does more: it turns rows into addresses and keeps the table there true. That is
+timed on a card alone (`card`, `card_ahead`), with the copies of what changed to the card.
 """
 
 from __future__ import annotations
@@ -191,11 +191,10 @@ class _Table:
         from nemolab.engine.gpu.cache_memory import CacheMemory
         from nemolab.engine.gpu.device import open_device
         from nemolab.engine.gpu.expert_fetch import ExpertFetcher
-        from nemolab.engine.gpu.operators import find_operators
         from nemolab.engine.gpu.table import ExpertTable, TableKeeper
 
         self._cache, self._device = cache, open_device(device)
-        self._table = ExpertTable(*shape[:2], self._device, find_operators(self._device.torch_device))
+        self._table = ExpertTable(*shape[:2], self._device)
         self._memory = CacheMemory(cache, self._device)
         self._keeper = cache.watcher = TableKeeper(self._table, self._memory)
         self._fetcher = ExpertFetcher(cache, self._memory, self._keeper, self._device)
@@ -205,7 +204,7 @@ class _Table:
 
     def fetch_and_wait(self, layer: int, experts: list[int]) -> None:
         """As a token does in each layer: what changed is told to the card, then experts are found."""
-        self._keeper.flush()
+        self._table.send(layer)
         fetch = self._fetcher.fetch(layer, experts)
         if fetch.missing:
             fetch.wait()

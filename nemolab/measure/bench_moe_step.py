@@ -104,7 +104,7 @@ class _Bench:
             raise EngineError(f"{cached} experts in page-locked memory: {problem}")
         self.first = address(self.arena.rows)
         self.addresses = self.first + block_bytes * np.arange(cached, dtype=np.int64)
-        self.table = ExpertTable(1, cached, card, operators)
+        self.table = ExpertTable(1, cached, card)
         self.table.set(0, np.arange(cached), self.addresses)
         generator = torch.Generator().manual_seed(0)
         self.scales_2 = torch.full((1, cached, 2), 1e-3, device="cuda")
@@ -208,8 +208,11 @@ class _Bench:
                 self._step(name, i)
                 found[name] = step.out.clone()
             for name, out in found.items():
-                if not torch.equal(out, found["pull"]) or not out.isfinite().all():
+                if name != "neurons" and not torch.equal(out, found["pull"]) or not out.isfinite().all():
                     raise NemolabError(f"choice {i}: {name} gives other bits than pull")
+            # Compiled another way, a product may be rounded before it is added, or not.
+            away, most = (found["neurons"] - found["pull"]).abs().max(), found["pull"].abs().max()
+            check_error(float(away / most))
             outputs.append(found["pull"])
             bits = self.steps["pull"].step.active.cpu().numpy()
             groups += int(np.count_nonzero(bits))

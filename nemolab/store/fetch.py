@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import numpy as np
-
 from nemolab.store.counts import Counts
 from nemolab.store.reader import Pending
 
@@ -18,10 +16,10 @@ class Watcher(Protocol):
     What was said of a block last holds: the same may be said twice, and a block leave that never came.
     """
 
-    def came(self, blocks: np.ndarray, rows: np.ndarray) -> None:
+    def came(self, blocks: Sequence[int], rows: Sequence[int]) -> None:
         """They are whole, and stay until they are said to have left."""
 
-    def left(self, blocks: list[int]) -> None:
+    def left(self, blocks: Sequence[int]) -> None:
         """Their rows may be written to once this returns."""
 
 

@@ -86,8 +86,7 @@ class Residents:
     def tell_came(self, keys: Sequence[int]) -> None:
         """Said of blocks before they count as whole: if an interrupt comes in between they are said to have left."""
         if self.watcher is not None and keys:
-            blocks = np.array(keys)
-            self.watcher.came(blocks, self.book.row_of[blocks])
+            self.watcher.came(keys, [self.book.row_of.item(key) for key in keys])
 
     def _tell_left(self, keys: list[int]) -> None:
         if self.watcher is not None and keys:

@@ -28,7 +28,7 @@ class CacheMemory:
 
     def __init__(self, cache: ExpertCache, device):
         rows, self.block_bytes = cache.arena.shape
-        begin, self._slots = address(cache.arena), cache.slots
+        begin = address(cache.arena)
         self.addresses = begin + self.block_bytes * np.arange(rows, dtype=np.int64)
         # Cached blocks fill from the front, a prompt's ring lies behind them: two ranges that grow.
         borders = (0, cache.slots, rows)
@@ -52,13 +52,6 @@ class CacheMemory:
     def seen_rows(self) -> int:
         """So many rows from the first on can the card read by itself by now."""
         return self._ranges[0][1].locked_bytes // self.block_bytes
-
-    def addresses_seen(self, rows: np.ndarray) -> np.ndarray:
-        """Of rows [n], int64; 0 for those that the card does not read by itself, whatever was tried."""
-        addresses = self.addresses[rows]
-        if self.seen_rows < self._slots and rows.max() >= self.seen_rows:
-            addresses[[not self.lock_row(row) for row in rows.tolist()]] = 0
-        return addresses
 
     def lock_row(self, row: int) -> bool:
         """Can the card read this row by itself? Its memory is locked now, where it is not yet and if that may be."""

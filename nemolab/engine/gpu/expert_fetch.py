@@ -96,7 +96,7 @@ class ExpertFetcher:
 
     def start_over(self) -> None:
         """Let the card know anew what is where, from nothing. It must be done with all that was queued."""
-        self.keeper.start_over()
+        self.keeper.table.clear()
         self.cache.retell()
 
     def close(self) -> None:

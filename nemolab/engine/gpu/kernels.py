@@ -11,7 +11,6 @@ from nemolab.kernels.gpu.mamba_step import MambaStep
 from nemolab.kernels.gpu.matvec import matvec
 from nemolab.kernels.gpu.rms_norm import rms_norm
 from nemolab.kernels.gpu.router_step import RouterStep
-from nemolab.kernels.gpu.write_table import WriteTable
 
 __all__ = [
     "AttentionStep",
@@ -20,7 +19,6 @@ __all__ = [
     "MambaPrompt",
     "MambaStep",
     "RouterStep",
-    "WriteTable",
     "add_experts",
     "expert_prompt",
     "linear_prompt",

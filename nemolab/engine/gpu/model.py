@@ -61,7 +61,7 @@ class CardModel:
         self.embeddings = stored.matrix("backbone.embeddings", config.vocab_size, config.hidden_size)
         self.memory = CacheMemory(cache, device)
         scales_2 = torch.from_numpy(np.ascontiguousarray(store.globals)).to(device.torch_device)
-        self._table = ExpertTable(store.n_layers, store.n_experts, device, operators)
+        self._table = ExpertTable(store.n_layers, store.n_experts, device)
         keeper = cache.watcher = TableKeeper(self._table, self.memory)
         self._fetcher = ExpertFetcher(cache, self.memory, keeper, device)
         step = make_step(trials, transfer, store, self._table, scales_2, device, operators)

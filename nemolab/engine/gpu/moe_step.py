@@ -138,9 +138,8 @@ class MoeStep:
         """
         self._choices.array[layer] = UNKNOWN
         self._turn = 1 - self._turn
-        if self.strategy == "pull":
-            self._seen[:] = self.table.host[layer]
-        else:
+        self._seen[:] = self.table.host[layer]  # as the card has it: the table changes while this layer is computed
+        if self.strategy != "pull":
             self._to[self._turn] = self._slots[self._turn]
             self._copies.wait_event(self._done[self._turn])
 
@@ -175,7 +174,7 @@ class MoeStep:
 
     def _add_late(self, layer: int, fetch: Fetch) -> int:
         """A second launch for the experts that the first had to leave out."""
-        late = self._not_in(self._seen, layer, fetch.missing)
+        late = self._not_sent(layer, fetch.missing)
         if late:
             self._tell_places(fetch.addresses, late)
             if fetch.missing:
@@ -194,7 +193,7 @@ class MoeStep:
             waves = [*spread(tuple(self.waves), self.top_k - len(missing)), len(missing)]
 
         def bind():
-            late = missing if self.strategy == "whole" else self._not_in(self.table.host[layer], layer, missing)
+            late = missing if self.strategy == "whole" else self._not_sent(layer, missing)
             if late:
                 self._tell_places(addresses, order)
             return self._bind(layer, bank, places=bool(late)), len(late)
@@ -230,9 +229,9 @@ class MoeStep:
         self._done[self._turn].record(main)
         return late
 
-    def _not_in(self, table: np.ndarray, layer: int, missing: Sequence[int]) -> list[int]:
-        """Ranks of a layer's choice that a row of the table does not name, and those that are missing."""
-        late = np.flatnonzero(table[self._choices.array[layer]] == 0).tolist()
+    def _not_sent(self, layer: int, missing: Sequence[int]) -> list[int]:
+        """Ranks of a layer's choice that the card's table does not name, and those that are missing."""
+        late = np.flatnonzero(self._seen[self._choices.array[layer]] == 0).tolist()
         return sorted({*late, *missing}) if missing else late
 
     def _tell_places(self, addresses: np.ndarray, ranks: Sequence[int]) -> None:

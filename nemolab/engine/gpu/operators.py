@@ -14,7 +14,7 @@ import torch
 
 
 def find_operators(device: torch.device) -> ModuleType:
-    """A module with AttentionStep, Combine, ExpertStep, MambaPrompt, MambaStep, RouterStep, WriteTable, add_experts,
+    """A module with AttentionStep, Combine, ExpertStep, MambaPrompt, MambaStep, RouterStep, add_experts,
     expert_prompt, linear_prompt, matvec and rms_norm, as the files of `nemolab.kernels.gpu` describe them."""
     if device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
         from nemolab.engine.gpu import kernels

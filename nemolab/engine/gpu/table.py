@@ -1,112 +1,89 @@
-"""Where each expert lies in memory that the card reads by itself: a table there, changed in the order of the stream."""
+"""Where each expert lies in memory that the card reads by itself: a table there, sent a layer at a time."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from nemolab.engine.gpu.pinned import PinnedArray
-from nemolab.kernels.gpu.write_table import MOST
-
-_HALF = 32  # launches that change the table in half a ring of changes
 
 
 class ExpertTable:
     """Addresses of page-locked blocks by layer and expert, on the card and here; 0 for what is not there.
 
-    .device  int64 [layers, experts], changed in the order of torch's current stream
-    .host    int64 [layers, experts], what the card will have once it has done everything queued
+    .host    int64 [layers, experts]: what the table is to say; `touch` layers before they change
+    .device  the same on the card, where a layer's row is as it was when it was last sent
+    A row is sent before the layer's work is queued, and changed once the layer's choice has come: then it has been
+    read. So nothing need be kept while it is on its way.
     """
 
-    def __init__(self, n_layers: int, n_experts: int, device, operators):
-        self.host = np.zeros((n_layers, n_experts), np.int64)
-        self._entries = self.host.reshape(-1)  # by block
+    def __init__(self, n_layers: int, n_experts: int, device):
+        self._device, self._n_experts = device, n_experts
         self.device = torch.zeros(n_layers, n_experts, dtype=torch.int64, device=device.torch_device)
-        self._write = operators.WriteTable(self.device)
-        # Changes lie in a ring until the card has read them; an event a half of it says that it has.
-        self._changes = PinnedArray((2 * _HALF, MOST, 2), np.int64, device.locker)
-        self._pairs = [(pairs[:, 0], pairs[:, 1]) for pairs in self._changes.array]
-        self._read = (device.new_event(), device.new_event())
-        self._turn = 0
+        self._pinned = PinnedArray((n_layers, n_experts), np.int64, device.locker)
+        self.host, self._row_bytes = self._pinned.array, 8 * n_experts
+        self._here, self._there = self._pinned.address, self.device.data_ptr()
+        self._touched = bytearray(n_layers)  # 1 where the card's row may differ
 
     def set(self, layer: int, experts: np.ndarray | list[int] | int, addresses: np.ndarray | int) -> None:
-        """Experts of a layer, each named once, lie at these addresses from here on (0: nowhere)."""
-        experts = np.atleast_1d(np.asarray(experts, np.int64))
-        self.update(layer * self.host.shape[1] + experts, np.broadcast_to(addresses, experts.shape))
+        """Experts of a layer lie at these addresses (0: nowhere); sent at once, and the card is waited for."""
+        self._touched[layer] = 1
+        self.host[layer, experts] = addresses
+        self.send(layer)
+        self._device.main_stream().synchronize()
 
-    def update(self, blocks: np.ndarray, addresses: np.ndarray) -> None:
-        """The same for blocks (layer * n_experts + expert) of any layers: one launch for 128.
+    def touch(self, block: int) -> None:
+        """A block (layer * n_experts + expert) is about to change."""
+        self._touched[block // self._n_experts] = 1
 
-        A block named more than once must have the same address each time: the card writes them in no order.
-        """
-        self._entries[blocks] = addresses
-        for first in range(0, len(blocks), MOST):
-            turn, count = self._turn, min(MOST, len(blocks) - first)
-            if turn % _HALF == 0:
-                self._read[turn // _HALF].synchronize()
-            places, values = self._pairs[turn]
-            places[:count], values[:count] = blocks[first : first + count], addresses[first : first + count]
-            self._write.launch(self._changes.address + 16 * MOST * turn, count)
-            if turn % _HALF == _HALF - 1:
-                self._read[turn // _HALF].record()
-            self._turn = (turn + 1) % (2 * _HALF)
+    def send(self, layer: int) -> None:
+        """Queue a layer's row, if it was touched, on torch's current stream."""
+        if self._touched[layer]:
+            at = layer * self._row_bytes
+            self._device.copy(self._there + at, self._here + at, self._row_bytes)
+            self._touched[layer] = 0  # not before: should an interrupt come first, it is sent again
 
     def clear(self) -> None:
         """Nothing is anywhere, once the card is done with all that was queued."""
+        self._touched = bytearray([1]) * len(self._touched)
         self.host[:] = 0
-        self.device.zero_()
 
     def close(self) -> None:
         """Once the card is done. Closing twice is fine."""
-        self._pairs = []
-        self._changes.close()
+        self.host = None
+        self._pinned.close()
 
 
 class TableKeeper:
-    """Keeps a table true to a cache: told what comes and goes (`ExpertCache.watcher`), it gathers that until `flush`.
+    """Keeps a table true to a cache that tells it what comes and goes (`ExpertCache.watcher`).
 
-    A block that left may still be named by the table until then. That is soon enough: the layer under way uses no block
-    that leaves while it is the cache's running batch, and the one before it is done once a choice is known.
+    The card may still have a block that left until its layer is sent again. That is soon enough: the layer under way
+    uses no block that leaves while it is the cache's running batch, and the one before it is done once a choice is
+    known.
     """
 
     def __init__(self, table: ExpertTable, memory):
-        self._table, self._memory = table, memory
-        self._wanted = table.host.reshape(-1).copy()  # what the table is to say of each block
-        # Blocks of which it may say something else, some of them more than once: the first `_count`.
-        self._changed, self._count = np.zeros(2 * self._wanted.size, np.int64), 0
+        self.table, self._memory = table, memory
+        self._wanted, self._addresses = table.host.reshape(-1), memory.addresses.tolist()
 
-    def came(self, blocks: np.ndarray, rows: np.ndarray) -> None:
+    # A few blocks a layer: one by one they take a tenth of what numpy takes to begin. A layer is touched before its
+    # row changes, so that what an interrupt leaves half-way is sent again as it was.
+
+    def came(self, blocks: Sequence[int], rows: Sequence[int]) -> None:
         """These blocks are whole, in these rows of the cache. Rows that the card does not see stay out of the table."""
-        self._note(blocks)
-        self._wanted[blocks] = self._memory.addresses_seen(rows)
+        memory, wanted, touch, seen_rows = self._memory, self._wanted, self.table.touch, self._memory.seen_rows
+        for block, row in zip(blocks, rows, strict=True):
+            touch(block)
+            wanted[block] = self._addresses[row] if row < seen_rows or memory.lock_row(row) else 0
 
-    def left(self, blocks: list[int]) -> None:
+    def left(self, blocks: Sequence[int]) -> None:
         """The memory of these blocks is about to be used for others."""
-        gone = np.array(blocks)
-        self._note(gone)
-        self._wanted[gone] = 0
-
-    def _note(self, blocks: np.ndarray) -> None:
-        """They change. Before they do: what an interrupt leaves half-way is then told again as it was."""
-        if self._count + len(blocks) > len(self._changed):
-            known = np.unique(self._changed[: self._count])
-            self._changed[: len(known)], self._count = known, len(known)
-        self._changed[self._count : self._count + len(blocks)] = blocks
-        self._count += len(blocks)
+        for block in blocks:
+            self.table.touch(block)
+            self._wanted[block] = 0
 
     def find(self, block: int) -> int:
-        """Where the card can read a block by itself, what is not flushed yet included; 0: nowhere."""
+        """Where the card can read a block by itself, once its layer was sent; 0: nowhere."""
         return int(self._wanted[block])
-
-    def flush(self) -> None:
-        """Let the card know, in the order of its stream."""
-        if self._count:
-            blocks = self._changed[: self._count]
-            self._table.update(blocks, self._wanted[blocks])
-            self._count = 0  # not before: should an interrupt come first, the same changes are told again
-
-    def start_over(self) -> None:
-        """Let the table be empty, whatever was told: what is there is to be told again (`ExpertCache.retell`)."""
-        self._table.clear()
-        self._wanted[:] = 0
-        self._count = 0

@@ -20,7 +20,6 @@ from nemolab.kernels.gpu.combine import combine_torch
 from nemolab.kernels.gpu.decode import E2M1_UNIT, E4M3_UNIT
 from nemolab.kernels.gpu.decode_bf16 import decode_bf16_torch
 from nemolab.kernels.gpu.expert_step import ROWS, expert_step_torch, parts_of
-from nemolab.kernels.gpu.write_table import write_table_torch
 from nemolab.kernels.mamba_step import gated_rms_norm_torch, mamba_step_torch
 from nemolab.kernels.matvec import ADD, F16, F32, FP8, NVFP4, PLAIN, RELU2, Packed, matvec_torch
 from nemolab.kernels.rms_norm import rms_norm_torch
@@ -147,15 +146,6 @@ class Combine:
 
     def bind(self, partial, weights, ids, scales_2, out) -> Callable[[], None]:
         return lambda: out.copy_(combine_torch(partial, weights, ids, scales_2))
-
-
-class WriteTable:
-    def __init__(self, table: torch.Tensor):
-        self._table = table.view(-1)
-
-    def launch(self, pairs: int, count: int) -> None:
-        told = np.ctypeslib.as_array((ctypes.c_int64 * (2 * count)).from_address(pairs)).reshape(count, 2)
-        write_table_torch(self._table, torch.from_numpy(told))
 
 
 def expert_prompt(addresses, ids, inter, scales_2, starts, pairs, span, most, top_k, x, h, results) -> None:
