@@ -255,10 +255,19 @@ def test_a8_groups_in_a_token():
     assert f"{100 * said['active']:.1f} % active: {whole['median'] / grouped['median']:.2f} times faster" in found
 
 
+def test_a7_guesses_on_a_disk_that_never_idles():
+    found = ledger("A7", "open")
+    for prefetch, words in ((0, "{:.0f} ms a token without guesses"), (4, "{:.0f} ms with 4")):
+        row = latest("card_decode.pull", moe_layers=40, prefetch=prefetch, cached=lambda share: share < 1, trials={})
+        assert words.format(row["median"]) in found and row["settings"]["layers"] == 88
+
+
 def test_a10_bookkeeping():
     row = latest("bookkeeping.fetch")
     assert (row["settings"]["lookups"], row["machine"]["gpu"]) == (880, "NVIDIA H200")
-    assert f"lookups: {row['median']:.2f} ms of CPU a token" in ledger("A10", "open")
+    found, card = ledger("A10", "open"), latest("bookkeeping.card")
+    assert f"lookups: {row['median']:.2f} ms of CPU a token" in found and card["run"] == row["run"]
+    assert f"{card['median']:.2f} ms with the table on the card" in found
 
 
 def test_a11_live_equals_replay(conversations):
@@ -308,6 +317,12 @@ def test_a19_prompt_experts_in_the_cache(conversations):
     assert "prompts miss {:,} instead of {:,} times".format(*prompts) in found
     reads = [a_token(result.row("decode")) for result in (warm, aside)]
     assert "decode reads {} instead of {} blocks".format(*reads) in found
+    for words, name in (
+        ("a prompt takes {:.2f} times the time", "prompt"),
+        ("a token behind it {:.2f} times", "token"),
+    ):
+        row = latest(f"card_turns.{name}_of_passes")
+        assert f"{words.format(row['median'])} ({row['low']:.2f} to {row['high']:.2f})" in found
 
 
 SHUFFLED = ("_shuffled_within_conversations", "_shuffled_across_conversations")
@@ -331,6 +346,8 @@ def test_a19_single_neurons(step, large):
     assert f"{again / once:.2f} times those bytes of down, still {100 * again / in_groups:.0f} % of those of" in found
     if "neurons" in us:  # not in runs of older commits
         assert f"{us['neurons'] / us['whole']:.2f} times the time of whole blocks" in found
+        all_active = read_timed(1.0).set_index("strategy")["of_whole"]
+        assert f"{all_active['neurons']:.2f} times once all neurons are active" in found
 
 
 def test_a18_bits_on_a_card():

@@ -1,6 +1,6 @@
 """Measurement rows, the machine they were taken on, and honest comparisons."""
 
-from nemolab.measure.machine import machine, one_line, same_machine, versions
+from nemolab.measure.machine import machine, one_line, same_card, same_machine, versions
 from nemolab.measure.rows import latest, latest_run, make_row, read_rows, record, record_run, runs_with
 from nemolab.measure.versus import Versus, versus
 
@@ -15,6 +15,7 @@ __all__ = [
     "record",
     "record_run",
     "runs_with",
+    "same_card",
     "same_machine",
     "versions",
     "versus",

@@ -39,6 +39,11 @@ def same_machine(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return all(one[field] == other[field] for field in ("cpu", "cores", "gpu"))
 
 
+def same_card(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Processor and card are of one kind: enough for what the bus between them bounds, however many cores there are."""
+    return all(one[field] == other[field] for field in ("cpu", "gpu"))
+
+
 def versions() -> dict[str, str]:
     """Python, nemolab and the packages that compute: the last cell of a notebook."""
     from nemolab import __version__

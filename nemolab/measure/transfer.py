@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from nemolab.checkpoint.formats import GROUP
 from nemolab.engine.transfers import TRANSFERS
 from nemolab.errors import NemolabError
-from nemolab.measure.machine import same_machine
+from nemolab.measure.machine import same_card
 from nemolab.measure.rows import runs_with
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def read_timed(active: float, inter: int = 2688, width: int = 1024) -> pd.DataFr
 
 
 def read_of_floor(active: float, inter: int = 2688, width: int = 1024) -> pd.DataFrame:
-    """Median over floor in every recorded run like that of `read_timed`: its share of active neurons, shape, machine.
+    """Median over floor in every recorded run like that of `read_timed`: its active share, shape, card and processor.
 
     returns  one row a run, oldest first; a column for each strategy (NaN where a run has none), and commit
     """
@@ -102,10 +102,7 @@ def read_of_floor(active: float, inter: int = 2688, width: int = 1024) -> pd.Dat
     found = []
     for run in runs:
         row = run["moe_step.whole"]
-        if (
-            same_machine(row["machine"], newest["machine"])
-            and row["settings"]["experts"] == newest["settings"]["experts"]
-        ):
+        if same_card(row["machine"], newest["machine"]) and row["settings"]["experts"] == newest["settings"]["experts"]:
             ratios = {name.partition(".")[2]: row["median"] / row["settings"]["floor_us"] for name, row in run.items()}
             found.append(ratios | {"commit": row["commit"]})
     return pd.DataFrame(found)

@@ -16,6 +16,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "moe-step": cards.moe_step_table,
     "linear": cards.linear_table,
     "card-decode": cards.decode_table,
+    "card-whole-model": cards.whole_model_table,
     "card-prefill": cards.prefill_table,
     "card-memory": cards.memory_table,
     "card-correctness": cards.card_correctness_table,

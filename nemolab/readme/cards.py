@@ -46,9 +46,14 @@ def moe_step_table() -> str:
             )
             taken.append(row)
         found = read_of_floor(active)
-        spans = [f"{_name_step(of)} {found[of].min():.3f} to {found[of].max():.3f}" for of in timed.index]
-        counted = f"{len(found)} run{'s'[: len(found) > 1]} of {found['commit'].nunique()} commits"
-        ranges.append(f"{100 * active:g} % active, {counted}: {', '.join(spans)}")
+        spans = [
+            f"{_name_step(of)} {found[of].min():.3f} to {found[of].max():.3f}"
+            for of in timed.index
+            if found[of].count() > 1
+        ]
+        if spans:
+            counted = f"{len(found)} runs of {found['commit'].nunique()} commits"
+            ranges.append(f"{100 * active:g} % active, {counted}: {', '.join(spans)}")
     headers = ["strategy", "active, %:", "MB copied:", "MB read in place:", "floor, us:", "measured, us:"]
     how = (
         f"{how_taken(taken)}. {taken[0]['settings']['experts']} experts of Nemotron-3-Super's shape, all in page-locked"
@@ -56,8 +61,8 @@ def moe_step_table() -> str:
         f" copied and read in place there, of {'; of '.join(rates)}."
     )
     table = markdown_table([*headers, "measured / floor:", "of `whole`:", "samples:"], rows)
-    over = f"Measured / floor in all recorded runs on this machine, the medians' least to most. {'. '.join(ranges)}."
-    return f"{how}\n\n{table}\n\n{over}"
+    told = "Measured / floor in all recorded runs with such a card and processor, the medians' least to most."
+    return f"{how}\n\n{table}" + f"\n\n{told} {'. '.join(ranges)}." * bool(ranges)
 
 
 def _name_step(strategy: str) -> str:
@@ -131,6 +136,32 @@ def decode_table() -> str:
         f" Median (least to most); a run for each share cached, all strategies {turns}."
     )
     return f"{how}\n\n{markdown_table([*headers, *more], rows)}{_over_runs('ms a token', spans, '.3g')}"
+
+
+def whole_model_table() -> str:
+    """One token of a whole model of 3.5-Super's shape within the memory of a small card."""
+    from nemolab.measure import latest
+
+    rows, taken = [], []
+    for share, prefetch in ((1.0, 4), (0.24, 0), (0.24, 4)):
+        near = partial(isclose, share, abs_tol=0.01)
+        row = latest("card_decode.pull", moe_layers=40, experts=512, cached=near, prefetch=prefetch, trials={})
+        said = row["settings"]
+        cells = [f"{100 * said['cached']:.0f}", prefetch, f"{100 * said['hit_rate']:.1f}", f"{said['reads']:.0f}"]
+        cells += [f"{said['bytes_in_place'] / 1e9:.2f}", spread(row), f"{1e3 / row['median']:.1f}"]
+        cells += [f"{said[name]:.1f}" for name in ("bus_ms", "dense_ms", "disk_ms")]
+        rows.append([*cells, f"{row['median'] / said['floor_ms']:.2f}", len(row["values"])])
+        taken.append(row)
+    headers = ["experts in RAM, %:", "guesses:", "hits, %:", "reads a token:", "GB over the bus:", "ms a token:"]
+    headers += ["tokens/s:", "bus, ms:", "dense, ms:", "disk, ms:", "measured / longest of these:", "samples:"]
+    said = taken[0]["settings"]
+    how = (
+        f"{how_taken(taken)}. {_layers(said)}; `pull`; `vram_gib` {said['vram_gib']:.2f}; routing {said['routing']};"
+        f" {100 * said['active']:.1f} % of neurons active. From disk"
+        f" {min(row['settings']['disk_gb_s'] for row in taken):.1f} to"
+        f" {max(row['settings']['disk_gb_s'] for row in taken):.1f} GB/s. Median (least to most); a run each."
+    )
+    return f"{how}\n\n{markdown_table(headers, rows)}"
 
 
 def trials_table() -> str:
