@@ -214,6 +214,36 @@ def test_a_shortage_of_ram_unlocks_nothing_and_one_that_passes_is_forgotten(path
     assert capsys.readouterr().err.count("a small ring") == 1
 
 
+@one_thread
+def test_what_is_unlocked_is_named_no_more_before_it_is(path, monkeypatch):
+    locked = lock_at_most(monkeypatch, 2**40)
+    with open_engine(path, ram_cache_slots=20) as engine:
+        step_through(engine, IDS)
+        table, memory = engine._model._table, engine._model.memory
+        filled, locked.most_bytes = np.count_nonzero(table.host), sum(locked.locked.values())
+
+        def give_back():
+            assert not table.host.any()
+            raise StoreError("it stays locked")
+
+        monkeypatch.setattr(memory, "give_back", give_back)
+        with pytest.raises(StoreError, match="it stays locked"):
+            engine.record(cold=False).__enter__()
+        assert np.count_nonzero(table.host) == filled > 0, "told again, whatever came of it"
+
+
+@one_thread
+def test_what_was_locked_late_is_told_at_the_next_lookup(path):
+    with open_engine(path) as engine:
+        step_through(engine, IDS)
+        table, memory = engine._model._table, engine._model.memory
+        filled = np.count_nonzero(table.host)
+        table.clear()
+        memory.is_late = True
+        step_through(engine, IDS[:1])
+        assert np.count_nonzero(table.host) == filled and not memory.is_late
+
+
 @pytest.mark.parametrize("transfer", TRANSFERS)
 @one_thread
 def test_recording_and_forcing_find_room_where_the_cache_has_locked_all(

@@ -210,7 +210,7 @@ def test_instructions_of_a_product_are_those_its_benchmark_reckons_with(format, 
 
 def test_a_kernel_without_a_loop_is_said():
     with pytest.raises(ValueError, match="without a loop"):
-        loop_instructions(build("write table", 90).asm["cubin"])
+        loop_instructions(build("combine", 90).asm["cubin"])
 
 
 def test_the_form_that_reads_scales_again_adds_up_as_the_other():

@@ -1,12 +1,12 @@
-"""Adds what routed experts made of a prompt's tokens to their sums, a stretch of pairs at a time, in a fixed order.
+"""Adds what routed experts made of a prompt's tokens to their sums, a span of pairs at a time, in a fixed order.
 
     out[token] += share * results[place - begin]    for the token's places within begin to end, ascending
 
 results  float32 [end - begin, X] as `expert_prompt` leaves it; shares float32 [pairs], by place, a position in them
 places   int32 [tokens, K], ascending for each token: pairs lie by expert, so that is ascending expert id
 out      float32 [tokens, X]
-Traffic: 4 * X bytes a pair read; 8 * X bytes a token that has a place in the stretch read and written; the places.
-One float32 multiply-add a place, one after the other, across stretches too: a token's sum does not depend on where the
+Traffic: 4 * X bytes a pair read; 8 * X bytes a token that has a place in the span read and written; the places.
+One float32 multiply-add a place, one after the other, across spans too: a token's sum does not depend on where the
 pairs are cut. No atomics.
 """
 
@@ -22,9 +22,9 @@ from nemolab.kernels.gpu.launch import check_tensor
 _BLOCK = 1024  # columns a program
 
 
-def add_experts_torch(results: torch.Tensor, stretch: tuple[int, int], places, shares, out: torch.Tensor) -> None:
+def add_experts_torch(results: torch.Tensor, span: tuple[int, int], places, shares, out: torch.Tensor) -> None:
     """The plain twin."""
-    begin, end = stretch
+    begin, end = span
     for column in places.long().unbind(1):
         mine = ((column >= begin) & (column < end)).nonzero()[:, 0]
         at = column[mine]
@@ -38,7 +38,7 @@ def _add_kernel(results, begin, end, places, shares, out, width, K: tl.constexpr
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     first = places + token * K
-    # Most stretches have nothing for most tokens of a long prompt: its least and largest place tell.
+    # Most spans have nothing for most tokens of a long prompt: its least and largest place tell.
     if (tl.load(first) < end) & (tl.load(first + K - 1) >= begin):
         total = tl.load(out + token * width + column, mask=inside, other=0.0)
         for rank in range(K):
@@ -52,13 +52,13 @@ def _add_kernel(results, begin, end, places, shares, out, width, K: tl.constexpr
 
 
 def add_experts(
-    results: torch.Tensor, stretch: tuple[int, int], places: torch.Tensor, shares: torch.Tensor, out: torch.Tensor
+    results: torch.Tensor, span: tuple[int, int], places: torch.Tensor, shares: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """Add the stretch (begin, end) of places; see the file's contract. All contiguous and on one device.
+    """Add the span (begin, end) of places; see the file's contract. All contiguous and on one device.
 
     Raises EngineError where sizes, types or devices do not fit.
     """
-    (begin, end), (tokens, width) = stretch, out.shape
+    (begin, end), (tokens, width) = span, out.shape
     wanted = {
         "results": (results, torch.float32, (results.shape[0], width)),
         "places": (places, torch.int32, (tokens, places.shape[-1])),

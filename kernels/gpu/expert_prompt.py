@@ -16,7 +16,7 @@ With many tokens an expert the matrix units bound it, with few the decoding. E2M
 card, also where there is a conversion (sm_100): before an expert is decoded it has crossed the bus, which takes longer.
 
 A pair's sums run over columns (neurons) in steps of K, in the order of the card's matrix unit; they do not depend on
-which pairs or experts go together, nor on where a stretch is cut.
+which pairs or experts go together, nor on where a span is cut.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _add_product(a, b, sums, CARD: tl.constexpr):
 
 @triton.jit
 def _tile(ids, starts, begin, end, TOKENS: tl.constexpr):
-    """A program's expert, the first place of its tile, and the last + 1 of the expert's in the stretch."""
+    """A program's expert, the first place of its tile, and the last + 1 of the expert's in the span."""
     expert = tl.load(ids + tl.program_id(2))
     first = tl.maximum(tl.load(starts + expert), begin) + tl.program_id(1) * TOKENS
     return expert, first, tl.minimum(tl.load(starts + expert + 1), end)
@@ -141,26 +141,26 @@ def expert_prompt(
     scales_2: torch.Tensor,
     starts: torch.Tensor,
     pairs: torch.Tensor,
-    stretch: tuple[int, int],
+    span: tuple[int, int],
     most: int,
     top_k: int,
     x: torch.Tensor,
     h: torch.Tensor,
     results: torch.Tensor,
 ) -> None:
-    """A few experts on those of their tokens that lie in a stretch of pairs; nothing waits for the card.
+    """A few experts on those of their tokens that lie in a span of pairs; nothing waits for the card.
 
     addresses  int64 [B] of blocks in layout `neuron` on the card; ids int32 [B], which experts they are
     scales_2   float32 [E, 2] of all experts
     starts     int32 [E + 1]: pairs[starts[e] : starts[e + 1]] belong to expert e
     pairs      int32: token * top_k + rank
-    stretch    (begin, end): places in `pairs`, all of them of these experts
+    span       (begin, end): places in `pairs`, all of them of these experts
     most       the largest number of pairs of one expert in it, which the host knows: the launch's size
     x          bfloat16 [tokens, X]
     h, results  bfloat16 [end - begin or more, I], scratch, and float32 [end - begin or more, X], written by place
     Raises EngineError where sizes, types or devices do not fit.
     """
-    (begin, end), experts, width = stretch, addresses.shape[0], x.shape[1]
+    (begin, end), experts, width = span, addresses.shape[0], x.shape[1]
     wanted = {
         "addresses": (addresses, torch.int64, (experts,)),
         "ids": (ids, torch.int32, (experts,)),

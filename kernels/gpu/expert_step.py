@@ -23,7 +23,7 @@ the hardware's conversion of E2M1 (sm_100 and later, `codes`) would win no time 
 
 For `nemolab bench moe-step` alone there is a second form, NEURONS, compiled apart: of down one active neuron after the
 other, its row and, for each of them again, its group's scales: neurons * (X/2 + X) bytes. It shows what ROWS gains by
-reading scales once. Its sums run in the same order, over the same layout, so that its bits are the same.
+reading scales once. Its sums run in the same order, over the same layout; a product may be rounded before it is added.
 
 A rank whose address is 0 (an expert that is still to be read from disk) is left out; a second launch for the missing
 ranks, once they are there, fills in its rows of `partial`.

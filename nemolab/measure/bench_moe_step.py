@@ -208,11 +208,11 @@ class _Bench:
                 self._step(name, i)
                 found[name] = step.out.clone()
             for name, out in found.items():
-                if name != "neurons" and not torch.equal(out, found["pull"]) or not out.isfinite().all():
+                if name != "neurons" and (not torch.equal(out, found["pull"]) or not out.isfinite().all()):
                     raise NemolabError(f"choice {i}: {name} gives other bits than pull")
             # Compiled another way, a product may be rounded before it is added, or not.
             away, most = (found["neurons"] - found["pull"]).abs().max(), found["pull"].abs().max()
-            check_error(float(away / most))
+            check_error(float(away / most), "pull")
             outputs.append(found["pull"])
             bits = self.steps["pull"].step.active.cpu().numpy()
             groups += int(np.count_nonzero(bits))
@@ -249,11 +249,11 @@ class _Bench:
         return float((out.cpu() - total).abs().max() / total.abs().max())
 
 
-def check_error(error: float) -> float:
-    """The same. Raises NemolabError where it is more than MOST_ERROR, or no number."""
+def check_error(error: float, other: str = "float64 arithmetic") -> float:
+    """The same, of a distance from `other`. Raises NemolabError where it is more than MOST_ERROR, or no number."""
     if not error <= MOST_ERROR:
         raise NemolabError(
-            f"the step is {error:.2g} of the largest value away from float64 arithmetic, {MOST_ERROR:g} at most was "
+            f"the step is {error:.2g} of the largest value away from {other}, {MOST_ERROR:g} at most was "
             "expected; nothing was timed, since it computes something else"
         )
     return error

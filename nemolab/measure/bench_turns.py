@@ -164,7 +164,12 @@ class _Side:
 
         trials = Trials(prompt_enters=self.enters)
         engine = self._engine = stack.enter_context(Engine(None, trials=trials, **self._settings))
+        stack.callback(self._let_go)
         self.threads = engine.threads
+
+    def _let_go(self) -> None:
+        """Before the engine closes: another one's memory is not to be shared with this conversation."""
+        self._state = self._engine = None
 
     def begin(self) -> None:
         self._state = self._engine.new_state()

@@ -173,8 +173,8 @@ def open_bus(device) -> Iterator[Bus]:
         if problem is not None:
             raise EngineError(f"{arena.reserved_bytes} bytes to measure the bus with: {problem}")
         yield CardBus(device.locker, address(arena.rows), arena.reserved_bytes, lock.chunk_bytes)
-        device.wait()
     finally:
+        device.wait()  # nothing may be reading it any more
         lock.close()
         arena.close()
 

@@ -12,7 +12,7 @@ A name has one or two parts, `decode` or `compare.kl_mean`; rows that share the 
 | commit, dirty | the code that measured; null outside git                             |
 | time     | UTC, ISO 8601                                                             |
 
-Rows with one `run` come from one run: only they were taken in turns, and only they belong beside one another. Rows of
+Rows with one `run` come from one run: only they were taken in turns, and only they belong beside one another. Rows from
 before there was a `run` were all written in one second at its end, and are told apart by that.
 
 Where git does not know the code, in a copy on another machine say, NEMOLAB_COMMIT tells: `abc123def456`, or

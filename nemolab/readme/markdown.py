@@ -31,7 +31,7 @@ def markdown_table(headers: list[str], rows: list[list[str]]) -> str:
 def how_taken(rows) -> str:
     """Machine, day and code of rows that share a table; what differs between them is all said, runs are counted.
 
-    Rows of before there was a `run` (`measure.rows`) do not tell whether they are of one, unless their table asks.
+    Rows from before there was a `run` (`measure.rows`) do not tell whether they are of one, unless their table asks.
     """
     from nemolab.measure import one_line
 

@@ -23,7 +23,8 @@ class CacheMemory:
     """The memory of an ExpertCache as the card sees it: page-locked as its rows come into use.
 
     .addresses  int64, of each row
-    .hidden   some rows could not be locked; .is_late  some of those are now, so that what they hold is to be told again
+    .hidden   some rows could not be locked
+    .is_late  some of those are locked now: what they hold must be told again
     """
 
     def __init__(self, cache: ExpertCache, device):

@@ -92,7 +92,6 @@ class Decoder:
         for number in range(len(self._moe_layers)):
             following = number + 1 < len(self._moe_layers)
             guesses = parts.guesses if following else None
-            fetcher.keeper.table.send(number)
             step.expect(number)
             if guesses:
                 guesses.expect(number)

@@ -24,9 +24,9 @@ TWIN = "twin"  # the engine of a card without the card: operators' twins on the 
 class Usage(NamedTuple):
     """Bytes of a card's memory.
 
-    allocated  torch's tensors; reserved  held by torch; beside  held by this process beside torch, None: not known
+    allocated  torch's tensors; reserved  held by torch; non_torch  held by this process beside it, None: not known
     used       by everybody; total  there are
-    source     how beside is known (see `nemolab.engine.gpu.non_torch`): a difference may count others in
+    source     how non_torch is known (see `nemolab.engine.gpu.non_torch`): a difference may count others in
     """
 
     allocated_bytes: int
@@ -54,9 +54,8 @@ class Card:
     def __init__(self, index: int):
         _check_card(index)
         self._non_torch = non_torch_memory_of(index)  # looked at before this process touches the card
-        self._non_torch.enter(
-            torch.cuda.memory_reserved(index)
-        )  # 0 where torch has not begun, which this does not change
+        reserved_bytes = torch.cuda.memory_reserved(index)  # 0 where torch has not begun, which this does not change
+        self._non_torch.enter(reserved_bytes)
         try:
             self.torch_device = torch.device("cuda", index)
             torch.cuda.set_device(self.torch_device)

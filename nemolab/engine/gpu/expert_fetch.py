@@ -34,7 +34,7 @@ class ExpertFetcher:
 
     Rows that the driver did not lock are copied by the CPU into a ring of page-locked memory with a place for each rank
     (the card is done with a layer's experts once the next layer's choice is known), taken when the first one turns up.
-    keeper  told of what the card sees no longer, should locked memory have to be given back for the ring
+    keeper  its table is emptied, should locked memory have to be given back for the ring, and told anew
     """
 
     def __init__(self, cache: ExpertCache, memory: CacheMemory, keeper, device):
@@ -47,10 +47,9 @@ class ExpertFetcher:
         memory = self._memory
         rows, missing, wait = self.cache.fetch(layer, experts)
         addresses = memory.addresses[rows]
-        if max(rows) < memory.seen_rows:
-            return Fetch(addresses, missing, wait)
-        for row in rows:
-            memory.lock_row(row)
+        if max(rows) >= memory.seen_rows:
+            for row in rows:
+                memory.lock_row(row)
         if memory.is_late:
             memory.is_late = False
             self.cache.retell()
@@ -89,10 +88,16 @@ class ExpertFetcher:
             except NotLocked as problem:
                 # Alone: the error would hold what was made half. Where RAM is short, unlocking some of it frees none.
                 refusal, may_help = str(problem), problem.by_driver
-            self._device.wait()
-            if not may_help or not self._memory.give_back():
+            given_bytes = 0
+            if may_help:
+                self._device.wait()
+                self.keeper.table.clear()  # first: whatever comes in between, it names nothing that is unlocked
+                try:
+                    given_bytes = self._memory.give_back()
+                finally:
+                    self.cache.retell()
+            if not given_bytes:
                 raise EngineError(f"no memory is page-locked for {what}, and the card reaches no other: {refusal}")
-            self.start_over()
 
     def start_over(self) -> None:
         """Let the card know anew what is where, from nothing. It must be done with all that was queued."""

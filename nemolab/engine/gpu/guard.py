@@ -1,7 +1,7 @@
 """The budget of a card's memory, and passes over the layers under it: watched before, meanwhile and after.
 
 torch is limited, the rest is watched. torch keeps to a limit by itself: an allocation beyond it fails. What the process
-takes beside torch (`beside`: the driver, kernels, graphs) has none, so it is measured: around prompts, tokens 1, 2, 4
+takes beside torch (the driver, kernels, graphs) has none, so it is measured: around prompts, tokens 1, 2, 4
 and so on behind them, when kernels were compiled and graphs made, and every WATCHED_TOKENS. Then torch gets what the
 budget leaves. Between two looks the process may be above its budget by what was taken beside torch meanwhile.
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from nemolab.engine.gpu.device import Usage
@@ -92,6 +92,12 @@ class Guard:
         try:
             self._device.enter(watched)
             yield
+        except BaseException:
+            if watched:
+                # What it took is ours where it fails, too; the card may have failed with it.
+                with suppress(Exception):
+                    self._device.look()
+            raise
         finally:
             self._device.leave()
 

@@ -138,6 +138,7 @@ class MoeStep:
         """
         self._choices.array[layer] = UNKNOWN
         self._turn = 1 - self._turn
+        self.table.send(layer)
         self._seen[:] = self.table.host[layer]  # as the card has it: the table changes while this layer is computed
         if self.strategy != "pull":
             self._to[self._turn] = self._slots[self._turn]

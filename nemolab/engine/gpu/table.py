@@ -15,8 +15,8 @@ class ExpertTable:
 
     .host    int64 [layers, experts]: what the table is to say; `touch` layers before they change
     .device  the same on the card, where a layer's row is as it was when it was last sent
-    A row is sent before the layer's work is queued, and changed once the layer's choice has come: then it has been
-    read. So nothing need be kept while it is on its way.
+    Rows change only when none is on its way: once a choice has come, which is behind all rows sent, or between tokens.
+    After a token that broke off the card is waited for, and `clear` has all sent again.
     """
 
     def __init__(self, n_layers: int, n_experts: int, device):
@@ -66,24 +66,24 @@ class TableKeeper:
 
     def __init__(self, table: ExpertTable, memory):
         self.table, self._memory = table, memory
-        self._wanted, self._addresses = table.host.reshape(-1), memory.addresses.tolist()
+        self._entries, self._addresses = table.host.reshape(-1), memory.addresses.tolist()
 
-    # A few blocks a layer: one by one they take a tenth of what numpy takes to begin. A layer is touched before its
-    # row changes, so that what an interrupt leaves half-way is sent again as it was.
+    # A few blocks a layer: one by one they take less than numpy takes to begin. A layer is touched before its row
+    # changes, so that what an interrupt leaves half-way is sent again as it was.
 
     def came(self, blocks: Sequence[int], rows: Sequence[int]) -> None:
         """These blocks are whole, in these rows of the cache. Rows that the card does not see stay out of the table."""
-        memory, wanted, touch, seen_rows = self._memory, self._wanted, self.table.touch, self._memory.seen_rows
+        memory, entries, touch, seen_rows = self._memory, self._entries, self.table.touch, self._memory.seen_rows
         for block, row in zip(blocks, rows, strict=True):
             touch(block)
-            wanted[block] = self._addresses[row] if row < seen_rows or memory.lock_row(row) else 0
+            entries[block] = self._addresses[row] if row < seen_rows or memory.lock_row(row) else 0
 
     def left(self, blocks: Sequence[int]) -> None:
         """The memory of these blocks is about to be used for others."""
         for block in blocks:
             self.table.touch(block)
-            self._wanted[block] = 0
+            self._entries[block] = 0
 
     def find(self, block: int) -> int:
-        """Where the card can read a block by itself, once its layer was sent; 0: nowhere."""
-        return int(self._wanted[block])
+        """Where a block lies whole in memory that the card reaches; 0: nowhere."""
+        return int(self._entries[block])

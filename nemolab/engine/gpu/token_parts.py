@@ -19,7 +19,7 @@ class TokenParts:
     .h, .logits  float32 [hidden], [experts]; .router  of a layer's own experts
     .shared_first  the shared expert comes before the router, not behind the choice; .branch  where it runs else
     .guesses     a Guesses, .forced a ForcedRouting, .record a RecordQueue, each or None
-    make_locked makes what page-locks memory: see `ExpertFetcher.make_locked`
+    make_locked  makes what page-locks memory: see `ExpertFetcher.make_locked`
     """
 
     def __init__(self, config, step: MoeStep, segments: Segments, make_locked, device, operators):
