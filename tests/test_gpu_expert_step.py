@@ -273,3 +273,15 @@ def test_stream_adds_up_everything(device):
         assert sums.sum(dtype=torch.int32) == stream_torch(words)
     with pytest.raises(EngineError, match="% 16"):
         stream(words.data_ptr() + 4, 4, sums)
+
+
+@on_both
+def test_partial_sums_begin_at_zero(device):
+    """What lay in that memory before may be anything, and a sum that runs before all ranks are there would read it."""
+    from nemolab.engine.gpu.twins import ExpertStep as Twin
+
+    for make in (lambda: ExpertStep(*SMALL, device), lambda: Twin(*SMALL, torch.device("cpu"))):
+        shape = make().partial.shape
+        junk = [torch.full(shape, float("nan"), device=device) for _ in range(8)]
+        del junk
+        assert not make().partial.any()

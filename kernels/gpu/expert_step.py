@@ -246,7 +246,8 @@ class ExpertStep:
         if inter <= 0 or width <= 0 or inter % GROUP or width % GROUP:
             raise EngineError(f"experts of {inter} neurons and {width} outputs; multiples of {GROUP} are needed")
         self.inter, self.width, self.top_k, self.parts = inter, width, top_k, parts_of(inter)
-        self.partial = torch.empty(top_k, self.parts, width, device=device)
+        # Zeros, not whatever lay there: the sum over them may run before the ranks that come late have written theirs.
+        self.partial = torch.zeros(top_k, self.parts, width, device=device)
         self.active = torch.empty(top_k, inter // GROUP, dtype=torch.int32, device=device)
         self.all_ranks = torch.arange(top_k, dtype=torch.int32, device=device)
         self._nowhere = torch.empty(top_k, dtype=torch.int32, device=device)

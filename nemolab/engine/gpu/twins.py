@@ -107,7 +107,7 @@ class RouterStep:
 class ExpertStep:
     def __init__(self, inter: int, width: int, top_k: int, device="cpu"):
         self.inter, self.width, self.top_k, self.parts = inter, width, top_k, parts_of(inter)
-        self.partial = torch.empty(top_k, self.parts, width)
+        self.partial = torch.zeros(top_k, self.parts, width)
         self.active = torch.empty(top_k, inter // GROUP, dtype=torch.int32)
         self.all_ranks = torch.arange(top_k, dtype=torch.int32)
         self._layout = BlockLayout("neuron", inter, width)
