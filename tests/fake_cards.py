@@ -1,6 +1,10 @@
 """Cards that are not there: a device whose memory a test tells, and which keeps book of what is asked of it."""
 
-from nemolab.engine.gpu.device import StandIn, Usage
+from collections.abc import Callable
+
+import torch
+
+from nemolab.engine.gpu.device import Card, StandIn, Usage
 
 GIB, MIB = 2**30, 2**20
 
@@ -41,3 +45,17 @@ class TakenCard(FakeCard):
     def __init__(self, left):
         super().__init__(reserved=0, beside=600 * MIB, used=8 * GIB - left + 600 * MIB)
         self.name, self.total_bytes = "a card", 8 * GIB
+
+
+def stand_in_for_limits(monkeypatch) -> tuple[list[float], Callable[[int], Card]]:
+    """(the shares of its memory that a card was limited to, in order; what makes card `index`, of 8 GiB)."""
+    fractions = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: fractions.append(share))
+
+    def make_card(index: int) -> Card:
+        card = object.__new__(Card)
+        card.torch_device, card.total_bytes = torch.device("cuda", index), 8 * GIB
+        return card
+
+    return fractions, make_card

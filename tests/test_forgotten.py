@@ -13,12 +13,13 @@ import weakref
 import pytest
 import torch
 from blocks import interrupt_after
+from fake_cards import stand_in_for_limits
 from synthetic import one_thread, write_checkpoint
 
 from nemolab.engine import Engine, engine, turns
 from nemolab.engine.arguments import find_store
 from nemolab.engine.gpu import cache_memory, model, pinned, side
-from nemolab.engine.gpu.device import Card, StandIn
+from nemolab.engine.gpu.device import StandIn
 from nemolab.store import files, page_lock
 
 IDS = list(range(40, 52))
@@ -145,13 +146,10 @@ def test_an_interrupt_wherever_it_comes_in_closing_leaves_nothing_once_it_is_clo
 
 def test_a_limit_ends_with_a_card_that_is_forgotten(monkeypatch):
     """torch keeps it for the process: whoever opens an engine again, without closing the first, is not held to it."""
-    fractions = []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: fractions.append(share))
+    fractions, make_card = stand_in_for_limits(monkeypatch)
 
     def limit(nbytes):
-        card = object.__new__(Card)
-        card.torch_device, card.total_bytes = torch.device("cuda", 0), 2**33
+        card = make_card(0)
         card.set_limit(nbytes)
         return card
 

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_cards import GIB, MIB, FakeCard
+from fake_cards import GIB, MIB, FakeCard, stand_in_for_limits
 
-from nemolab.engine.gpu.device import Card
 from nemolab.engine.gpu.guard import SPARE_BYTES, WATCHED_TOKENS, Guard
 from nemolab.engine.gpu.non_torch import ASSUMED, DIFFERENCE
 from nemolab.errors import EngineError, StoreError
@@ -197,15 +196,7 @@ def test_an_error_that_is_kept_keeps_no_tensors():
 
 def test_of_several_limits_on_a_card_the_tightest_holds(monkeypatch):
     """torch keeps one for the process; engines come and go."""
-    fractions = []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: fractions.append(share))
-
-    def make_card(index):
-        card = object.__new__(Card)
-        card.torch_device, card.total_bytes = torch.device("cuda", index), 8 * GIB
-        return card
-
+    fractions, make_card = stand_in_for_limits(monkeypatch)
     first, second, other = make_card(0), make_card(0), make_card(1)
     for card, limit in ((first, 4 * GIB), (second, 2 * GIB), (other, GIB), (first, 3 * GIB), (second, None)):
         card.set_limit(limit)
